@@ -346,7 +346,7 @@ class GenerateApp:
             OutputStream(
                 request,
                 number,
-                partial(model.tokenizer.detokenizer, skip_special=request.skip_special),
+                partial(model.tokenizer.detokenizer, request.text_before, skip_special=request.skip_special),
                 wake,
                 arrived_at,
                 on_gap,

@@ -10,11 +10,11 @@ from starlette.types import Scope, Send
 from common.errors import RequestError
 from gateway.http.formatters.common import ResponseFormatter, as_error, encode_json
 from gateway.http.request_cycle import RESPONSE_TIMEOUT, STALL_S, RequestCycle, cycle_of
-from gateway.requests.output_processor import OutputStream
+from gateway.requests.output_processor import Delta, OutputStream
 
 log = logging.getLogger(__name__)
 
-#: Answers with more log-probabilities than this are formatted on a thread; each takes some microseconds.
+#: Answers and events with more log-probabilities than this are formatted on a thread; each takes some microseconds.
 MANY_LOGPROBS = 2_048
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -62,8 +62,8 @@ class OutputEvents:
             if stream.num_untaken > self._max_unread and stream not in self._paused:
                 self._paused.append(stream)
                 self._set_paused(stream.request.rid, True)
-        elif self._writer is None or stream.is_ended:  # ends and errors are the task's
-            waiter.set_result(None)
+        elif self._writer is None or stream.is_ended or len(stream.prompt_logprobs) > MANY_LOGPROBS:
+            waiter.set_result(None)  # ends, errors and threads are the task's
         elif is_first:
             self._turn.add(self)
 
@@ -226,7 +226,7 @@ async def _send_events(
                 break
             delta = output.take()
             if delta is not None:
-                if delta.is_last and len(output.prompt_logprobs) + len(output.logprobs) > MANY_LOGPROBS:
+                if _num_logprobs(output, delta) > MANY_LOGPROBS:
                     out.append(await asyncio.to_thread(formatter.chunk, output, delta))
                 else:
                     out.append(formatter.chunk(output, delta))
@@ -243,3 +243,9 @@ async def _send_events(
             events.resume()
         out.clear()
         changed = await events.changed(writer)
+
+
+def _num_logprobs(output: OutputStream, delta: Delta) -> int:
+    """Log-probabilities in an event, as far as they can be formatted while the output goes on."""
+    num_new = len(delta.logprobs) if delta.is_last else 0
+    return num_new if delta.first else num_new + len(output.prompt_logprobs)

@@ -63,20 +63,20 @@ def is_same_user(connected: socket.socket) -> bool:
 
 
 def _connect(address: str) -> socket.socket:
-    """Raises SiblingLost: nothing listens there, or a process of another user."""
-    connected = socket.socket(socket.AF_UNIX)
+    """Raises SiblingLost: nothing listens there, or a process of another user, or this one has no descriptor left."""
     try:
-        connected.setblocking(False)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
-        connected.connect(address)  # at once, or not at all
-        if not is_same_user(connected):
-            raise SiblingLost("another user listens at the address of a sibling gateway")
+        connected = socket.socket(socket.AF_UNIX)
+        try:
+            connected.setblocking(False)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+            connected.connect(address)  # at once, or not at all
+            if not is_same_user(connected):
+                raise SiblingLost("another user listens at the address of a sibling gateway")
+        except BaseException:
+            connected.close()
+            raise
     except OSError as error:
-        connected.close()
         raise SiblingLost(f"a sibling gateway cannot be reached: {error.strerror}") from error
-    except SiblingLost:
-        connected.close()
-        raise
     return connected
 
 

@@ -62,14 +62,19 @@ class WindowDetokenizer:
 
     After ``MAX_HELD_IDS``, text that is still incomplete, such as bytes that are no character, is released as it is,
     and ids without text, such as special ones, are dropped.
+
+    Args:
+        before: the ids in front of the output, if it continues their text. Otherwise a space at its beginning is lost.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), *, skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._ids: list[int] = []
+        self._ids = list(before)
+        if self._ids and self._decode(self._ids).endswith("\ufffd"):  # they end within a character
+            self._ids.clear()
         self._start = 0  # the window begins here ...
-        self._shown = 0  # ... and ids before this one have been shown
+        self._shown = len(self._ids)  # ... and ids before this one have been shown
 
     def push(self, ids: Sequence[int]) -> str:
         self._ids.extend(ids)

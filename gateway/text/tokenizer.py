@@ -5,6 +5,7 @@ look-up. Other tokenizers are decoded in a sliding window.
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,9 @@ CALL_CHARACTERS = 128
 LONG_IDS, LIST_IDS = 8_192, 16
 #: Lists that the library decodes in one call; between two calls other threads run.
 LISTS_AT_ONCE = 2_048
+
+#: How tokenizers that are not byte-level name the tokens of single bytes.
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 Made = TypeVar("Made")
 
@@ -48,6 +52,7 @@ class Tokenizer:
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._decoded: dict[int, bytes] = {}  # pieces that were asked for, of a tokenizer that is not byte-level
         self._pieces: list[bytes] | None = None
         if type(tokenizer.decoder).__name__ == "ByteLevel":
             self._pieces = _byte_pieces(vocabulary, self.vocab_size)
@@ -86,9 +91,10 @@ class Tokenizer:
             texts += self._tokenizer.decode_batch(some, skip_special_tokens=skip_special)
         return texts
 
-    def detokenizer(self, *, skip_special: bool) -> Detokenizer:
+    def detokenizer(self, before: Sequence[int] = (), *, skip_special: bool) -> Detokenizer:
+        """A detokenizer for one output; ``before``: the last ids of the text that it continues."""
         if self._pieces is None:
-            return WindowDetokenizer(self._tokenizer, skip_special=skip_special)
+            return WindowDetokenizer(self._tokenizer, before, skip_special=skip_special)
         return ByteDetokenizer(self._shown_pieces if skip_special else self._pieces)
 
     def token_id(self, token: str) -> int | None:
@@ -100,7 +106,15 @@ class Tokenizer:
         """The bytes of one token; they may be a part of a character."""
         if self._pieces is not None:
             return self._pieces[token] if token < len(self._pieces) else b""
-        return self.decode([token], skip_special=False).encode()
+        if token not in self._decoded:
+            self._decoded[token] = self._decoded_piece(token)
+        return self._decoded[token]
+
+    def _decoded_piece(self, token: int) -> bytes:
+        if byte := _BYTE.fullmatch(self._tokenizer.id_to_token(token) or ""):
+            return bytes.fromhex(byte[1])
+        once, twice = (self.decode([token] * count, skip_special=False) for count in (1, 2))
+        return twice[len(once) :].encode()  # behind another token: the space at the beginning of a text is left out
 
 
 def _byte_pieces(vocabulary: dict[str, int], size: int) -> list[bytes]:

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, async_playwright
 from support.gateway.fake_nodes import echo, folder, make_model_folder, running, silent
+from support.gateway.toy_formats import TOY_FORMATS
 from support.gateway.toy_stack import answers, ids_of, last_prompt, toy_stack
 
 from common.stage_spans import StageSpan
@@ -20,6 +21,9 @@ __all__ = ["folder"]
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TIMEOUT_MS = 180_000
+#: Elements that are wider than the panel around them.
+OVERFLOWING = """() => [...document.querySelectorAll(".panel")].filter((panel) => panel.scrollWidth > panel.clientWidth)
+    .map((panel) => panel.id || panel.className)"""
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 pytestmark = [
@@ -83,6 +87,27 @@ async def test_nothing_overflows_and_tiles_get_numbers(browser, folder, scheme):
                 await page.set_viewport_size(size)
                 assert await page.evaluate("innerWidth") == size["width"]
                 assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+async def test_long_names_do_not_widen_the_page(browser, folder):
+    name, tool = "n" * 120, "f" * 120
+    async with running(folder, fields={"formats": TOY_FORMATS}) as stack:
+        prefill, decode = await stack.node("prefill", name), await stack.node("decode", name + "2")
+        answers(stack, f'[{tool}|{{"city":"Ulm"}}]')
+        decode.send(Pairs((PairState(name, prefill.incarnation, "shm", ""),)))
+        async with opened(browser, stack.url) as page:
+            await page.locator(".pair").first.wait_for()
+            await page.locator("#settings > summary").click()
+            await page.fill("#tools", json.dumps([{"type": "function", "function": {"name": tool}}]))
+            await chat(page, "Weather?")
+            await page.locator(".call strong").wait_for()
+            await page.locator("#requests-body button").first.click()
+            await page.locator(".timeline-row .waterfall, .timeline-row .empty").first.wait_for()
+            for width in (360, 1000, 1110, 1280):
+                await page.set_viewport_size({"width": width, "height": 800})
+                assert await page.evaluate("innerWidth") == width
+                assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+                assert await page.evaluate(OVERFLOWING) == []
 
 
 async def test_an_answer_streams_to_its_end_and_shows_its_waterfall(browser, folder):
@@ -149,6 +174,48 @@ async def test_reasoning_is_folded_and_the_result_of_a_tool_goes_back(browser, f
             await answer.get_by_role("button", name="Send the result back").click()
             await page.get_by_text("It rains.").wait_for()
             assert "rain, 8 degrees" in last_prompt(stack)
+
+
+async def test_the_result_of_a_tool_is_not_sent_once_the_conversation_has_gone_on(browser, folder):
+    async with toy_stack(folder) as stack:
+        answers(stack, '[get_weather|{"city":"Ulm"}]')
+        async with opened(browser, stack.url) as page:
+            await page.locator(".idea").first.wait_for()
+            await page.locator("#settings > summary").click()
+            await page.locator("#tools-example").click()
+            await chat(page, "Weather?")
+            answers(stack, "As you like.")
+            await chat(page, "Never mind.")
+            await page.get_by_role("button", name="Send the result back").click()
+            await page.get_by_text("The conversation has gone on without these results.").wait_for()
+            assert await page.get_by_role("button", name="Send the result back").count() == 0
+            assert await page.locator(".message").count() == 4
+
+
+async def test_a_message_is_sent_only_once_the_models_are_known(browser, tmp_path):
+    model = make_model_folder(tmp_path)
+    (model / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')  # no chat template
+    async with running(model) as stack:
+        await stack.pair()
+        async with opened(browser, stack.url) as page:
+            typed = asyncio.Event()
+
+            async def answer_late(route):
+                await typed.wait()
+                await route.continue_()
+
+            await page.route("**/v1/live", answer_late)
+            await page.reload(wait_until="commit")
+            await page.fill("#message", "Shall I")
+            await page.get_by_role("button", name="Send", exact=True).click()
+            await page.get_by_text("The models are not known yet").wait_for()
+            typed.set()
+            await page.locator(".idea").first.wait_for()
+            assert await page.input_value("#message") == "Shall I"
+            await page.press("#message", "Enter")
+            answer = page.locator(".message.assistant").last
+            await answer.locator(".facts:not(:empty)").wait_for()
+            assert (await answer.locator(".bubble").inner_text()).startswith("Shall I")
 
 
 async def test_tools_that_are_no_json_are_refused_with_a_sentence(browser, folder):

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 #: Seconds after which a gateway that has refused this node is dialled again. Its reason may have gone: it may have
 #: noticed meanwhile that an earlier start of this node is gone, or another gateway may have been started there.
 REFUSED_S = 30.0
+UNDIALLED_S = 5.0  # after which a gateway that could not be dialled is tried again
 
 
 class Refusal(NamedTuple):
@@ -68,6 +69,7 @@ class GatewayLinks:
         self._links: list[GatewayLink] = []
         self._refusals: dict[str, Refusal] = {}  # by the addresses of gateways that have not accepted this node since
         self._duplicates: set[str] = set()  # further addresses of gateways that this node reaches at another one
+        self._dial_again_at: float | None = None  # until then no gateway is dialled; None: all dials have succeeded
         self.is_shared = not directory.is_fixed or len(directory.addresses()) != 1
         self._credit = Credit(room) if self.is_shared else None
         self.refused: str | None = None
@@ -115,13 +117,13 @@ class GatewayLinks:
     # ---- which gateways ---------------------------------------------------------------------------------------------
 
     def follow_directory(self) -> None:
-        """Dial gateways that are new in the directory or have refused this node a while ago, and leave those that are
-        not in it.
+        """Dial gateways that are new in the directory, or that refused this node or could not be dialled a while ago,
+        and leave those that are not in it.
 
         One that has accepted this node stays: the directory may be wrong for a time, as etcd drops what it has not
         heard from.
         """
-        if self._refusals or not self._directory.is_fixed:
+        if self._refusals or self._dial_again_at is not None or not self._directory.is_fixed:
             self._follow()
 
     def _follow(self) -> None:
@@ -136,9 +138,11 @@ class GatewayLinks:
         refusing = {address for address, refusal in self._refusals.items() if refusal.until > now}
         used = {link.address for link in self._links} | refusing | self._duplicates
         new = [address for address in addresses if address not in used]
-        for address in new[: max(MAX_GATEWAYS - len(self._links), 0)]:
-            self._dial(address)
-        if addresses and not self._links:
+        if self._dial_again_at is None or now >= self._dial_again_at:
+            self._dial_again_at = None
+            for address in new[: max(MAX_GATEWAYS - len(self._links), 0)]:
+                self._dial(address)
+        if addresses and not self._links and not new:
             self.refused = self._refusals[addresses[-1]].reason
 
     def leave_duplicates(self, link: GatewayLink, gateway: str) -> None:
@@ -164,7 +168,12 @@ class GatewayLinks:
 
     def _dial(self, address: str) -> None:
         key = b"" if self._endpoint.keys is None else self._endpoint.keys.gateway
-        mailbox = self._endpoint.dial(FromGateway, address, key)
+        try:
+            mailbox = self._endpoint.dial(FromGateway, address, key)
+        except zmq.ZMQError as error:  # this process has no descriptor left
+            log.warning("cannot dial the gateway at %s, trying again later: %s", address, error.strerror or error)
+            self._dial_again_at = self._clock.now() + UNDIALLED_S
+            return
         self._links.append(GatewayLink(mailbox, address, self._register, self._clock, is_alone=not self.is_shared))
         for socket in mailbox.sockets:
             self._poller.register(socket, zmq.POLLIN)

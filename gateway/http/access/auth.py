@@ -53,8 +53,9 @@ class Caller:
 class Authenticator:
     """Finds the caller of a request from its headers, whose names are in lower case.
 
-    A key comes as a bearer token, as in OpenAI's API, or in ``x-api-key``, as in Anthropic's. With neither an admin key
-    nor a file of keys, callers without a tenant are admins.
+    A key comes as a bearer token, as in OpenAI's API, or in ``x-api-key``, as in Anthropic's. ``Bearer`` may be written
+    in any case (RFC 9110, section 11.1). With neither an admin key nor a file of keys, callers without a tenant are
+    admins.
 
     Args:
         permanent: keys that stay for the life of the process, by their SHA-256 digest.
@@ -130,7 +131,7 @@ class Authenticator:
 
     def _key(self, headers: Mapping[str, str]) -> ApiKey | None:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        for given in (bearer if scheme == "Bearer" else None, headers.get("x-api-key")):
+        for given in (bearer if scheme.lower() == "bearer" else None, headers.get("x-api-key")):
             if given is not None:
                 key = self._keys.get(self._tag(hashlib.sha256(given.encode(errors="surrogateescape")).digest()))
                 if key is not None and (key.expires_at is None or self._unix_time() < key.expires_at):

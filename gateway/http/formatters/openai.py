@@ -181,7 +181,8 @@ class CompletionFormatter(_OpenAIFormatter):
             prompt = prompt_logprob_entries(output)
             offsets += self._prompt_offsets(output, [token for token, _ in prompt])
             entries = prompt + entries
-            self._offsets[output.number] = self._text_offset(output, output.request.text_offset)
+            request = output.request
+            self._offsets[output.number] = self._text_offset(output, request.text_offset, request.text_before)
         position = self._offsets[output.number]
         offsets += [position.advance(token) for token in delta.ids]
         return {
@@ -191,8 +192,8 @@ class CompletionFormatter(_OpenAIFormatter):
             "top_logprobs": [None if entry is None else self._tops(token, entry) for token, entry in entries],
         }
 
-    def _text_offset(self, output: OutputStream, offset: int) -> _TextOffset:
-        return _TextOffset(self._tokenizer.detokenizer(skip_special=output.request.skip_special), offset)
+    def _text_offset(self, output: OutputStream, offset: int, before: Sequence[int] = ()) -> _TextOffset:
+        return _TextOffset(self._tokenizer.detokenizer(before, skip_special=output.request.skip_special), offset)
 
     def _prompt_offsets(self, output: OutputStream, prompt: Sequence[int]) -> list[int]:
         position = self._text_offset(output, 0)

@@ -82,7 +82,10 @@ class _Cleaner:
             items = _option(kind, inspect.ListType)
             if items is None:
                 return value
-            return [self.cleaned(item, items.item_type, f"{path}[{i}]") for i, item in enumerate(value)]
+            return [
+                self.cleaned(item, items.item_type, f"{path}[{i}]") if isinstance(item, list | dict) else item
+                for i, item in enumerate(value)  # hundreds of thousands of token ids, perhaps
+            ]
         struct = _struct(kind, value) if isinstance(value, dict) else None
         return value if struct is None else self._cleaned_struct(value, struct, path)
 

@@ -48,7 +48,9 @@ export function makePlayground() {
     setText(byId("curl-text"), asCurl(chat.lastRequest));
     byId("curl").hidden = false;
     if (answer?.calls.length && answer.finish === "tool_calls") {
+      const length = chat.messages.length;
       view.askForResults(answer.calls, (results) => {
+        if (chat.messages.length !== length) return addNote(log, "The conversation has gone on without these results.");
         for (const [id, text] of results) {
           chat.addToolResult(id, text);
           addBubble(log, "tool", text);
@@ -62,6 +64,7 @@ export function makePlayground() {
   const submit = () => {
     const text = message.value.trim();
     if (!text || chat.isRunning) return;
+    if (!models.length) return addNote(log, "The models are not known yet: the page waits for the gateway, or for an API key.");
     let chosen;
     try {
       chosen = settings();

@@ -78,5 +78,6 @@ function updateRow(row, request) {
   const cached = request.cached_tokens ? `, ${count(request.cached_tokens)} cached` : "";
   setText(prompt, count(request.prompt_tokens) + cached);
   setText(output, count(request.output_tokens));
-  setText(nodes, [request.prefill, request.decode].filter(Boolean).join(" → ") || "–");
+  nodes.title = [request.prefill, request.decode].filter(Boolean).join(" → ");
+  setText(nodes, nodes.title || "–");
 }

@@ -12,6 +12,8 @@ from gateway.text.output_parser import OutputFormat, TextParser
 #: bytes in all. The gateway keeps those of all outputs of an HTTP request until it has answered.
 LOGPROB_TOKEN_BYTES, ALTERNATIVE_BYTES, MAX_LOGPROB_BYTES = 28, 16, 12 << 20
 MAX_LOGPROB_BYTES_OF_ALL = 128 << 20
+#: Tokens that say how the text of those behind them begins.
+NUM_BEFORE = 8
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -22,6 +24,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         request_id: id of the HTTP request; the same for all outputs of a batch.
         prompt_number: index of the prompt within the HTTP request; samples of one prompt share it.
         echo: text of the prompt to show before the output, or empty.
+        text_before: the last tokens of the prompt; empty if the output is a message of its own, and does not continue
+            the prompt's text.
         text_offset: characters of the prompt, where the output's text begins; set if log-probabilities show it.
         logprob_start: index of the first prompt token to list with log-probabilities; that first token has none.
         is_prompt_only: the client wants prompt log-probabilities only. Nodes generate one token; it is not shown.
@@ -46,6 +50,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     model: str = ""
     prompt_number: int = 0
     echo: str = ""
+    text_before: tuple[int, ...] = ()
     text_offset: int = 0
     logprob_start: int | None = None
     is_prompt_only: bool = False

@@ -23,6 +23,7 @@ from gateway.http.protocol.native import NativeRequest, NativeSamplingParams, To
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, OpenAIRequest, ToolChoiceField
 from gateway.requests.input.chat_output import PLAIN_TEXT, ChatOutput, chat_output, narrow_tools
 from gateway.requests.input.generate_request import (
+    NUM_BEFORE,
     GenerateRequest,
     check_prompt_logprobs,
     prompt_only,
@@ -76,6 +77,7 @@ class _Context(NamedTuple):
     slo_itl_s: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
     output: ChatOutput = PLAIN_TEXT
+    is_message: bool = False
 
     @property
     def max_outputs(self) -> int:
@@ -172,6 +174,7 @@ class InputProcessor:
         if body.top_logprobs is not None and not body.logprobs:
             raise refuse("needs logprobs to be true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        context = context._replace(is_message=not body.continue_final_message)
         text = await self.render(model, body)
         if _has_parts(body, model):
             make = partial(chat_output, body, model.formats, model.tokenizer, text, context.output)
@@ -417,6 +420,7 @@ class InputProcessor:
             stops=_stop_strings(options.stop, f"{prefix}stop") if options.stop else (),
             output_format=context.output.output_format,
             grammar_param=context.output.param,
+            text_before=() if context.is_message else prompt[-NUM_BEFORE:],
             skip_special=options.skip_special_tokens is not False,
             salt=context.salt,
             adapter=context.model.adapter,

@@ -21,7 +21,7 @@ The template writes Python's ``True``, ``False`` and ``None``, which are read as
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from gateway.http.protocol.decoding import refuse
 from gateway.text.incremental_parser import SPACE, Sink, Steps, drop
@@ -147,7 +147,7 @@ def _json_value(text: str, types: frozenset[str]) -> str:
     raw = text.strip()
     raw = _PYTHON.get(raw, raw)
     try:
-        value = json.loads(raw)
+        value = json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return _quoted(text)
     kind = type_of(value)
@@ -155,6 +155,10 @@ def _json_value(text: str, types: frozenset[str]) -> str:
         return _quoted(text) if "string" in types and types != ALL_TYPES else raw
     is_allowed = kind in types or (kind == "integer" and "number" in types) or "string" not in types
     return raw if is_allowed else _quoted(text)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")  # though the library reads it
 
 
 class Qwen3CoderFormat(ToolFormat):

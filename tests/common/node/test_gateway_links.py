@@ -1,6 +1,7 @@
 """The links of a node to the gateways of its directory: which there are, and when one is left."""
 
 import contextlib
+import errno
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from support.cluster.manual_clock import ManualClock
 from common.clock import Clock, MonotonicClock
 from common.discovery.gateway_directory import MAX_GATEWAYS
 from common.node.endpoint import ControlEndpoint, listen_mailbox
-from common.node.gateways.gateway_links import REFUSED_S, GatewayLinks
+from common.node.gateways.gateway_links import REFUSED_S, UNDIALLED_S, GatewayLinks
 from common.wire.messages import Registered
 
 
@@ -87,6 +88,35 @@ def test_a_node_is_refused_while_a_gateway_that_has_refused_it_does_not_answer_a
         links.follow_directory()
         links.on_refused(first, "it serves another model, too")
         assert links.refused == "it serves another model, too"
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_a_gateway_that_cannot_be_dialled_is_tried_again_after_a_while(
+    is_fixed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    clock = ManualClock()
+    with monkeypatch.context() as without_descriptors, links_to(Directory("127.0.0.1:1"), clock) as links:
+        assert links.addresses == "127.0.0.1:1"  # the sockets of this test itself need descriptors
+        directory = Directory("127.0.0.1:2", "127.0.0.1:3", is_fixed=is_fixed)
+        links._directory = directory
+        [first] = links
+        without_descriptors.setattr(zmq.Socket, "get_monitor_socket", refuse)
+        links._leave(first)
+        links._follow()
+        assert (links.addresses, links.refused) == ("", None)
+        assert "127.0.0.1:2, trying again later: Too many open files" in caplog.text
+        without_descriptors.undo()
+        clock.advance(UNDIALLED_S / 2)
+        links.follow_directory()
+        assert (links.addresses, links.refused) == ("", None)
+        clock.advance(UNDIALLED_S / 2)
+        links.follow_directory()
+        assert links.addresses == "127.0.0.1:2,127.0.0.1:3"
+        links.follow_directory()
+        assert links.addresses == "127.0.0.1:2,127.0.0.1:3"
 
 
 def test_a_gateway_with_two_addresses_keeps_one_link_and_an_error_names_both(caplog: pytest.LogCaptureFixture) -> None:

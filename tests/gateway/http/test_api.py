@@ -48,6 +48,27 @@ async def test_a_completion_has_sixteen_tokens_by_default(stack):
     assert answer["usage"]["completion_tokens"] == 16
 
 
+async def test_only_a_new_message_is_decoded_without_the_text_before_it(stack, monkeypatch):
+    befores = []
+    detokenizer = Tokenizer.detokenizer
+
+    def noted(self, before=(), *, skip_special):
+        befores.append(TEXT.decode(before, skip_special=False))
+        return detokenizer(self, before, skip_special=skip_special)
+
+    monkeypatch.setattr(Tokenizer, "detokenizer", noted)
+    user, begun = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I compare"}
+    await stack.post("/v1/completions", {"prompt": "To begin with", "max_tokens": 1})
+    await stack.post("/generate", {"text": "Nature's", "sampling_params": {"max_new_tokens": 1}})
+    await stack.post("/v1/chat/completions", {"messages": [user], "max_tokens": 1})
+    continued = {"messages": [user, begun], "continue_final_message": True, "max_tokens": 1}
+    await stack.post("/v1/chat/completions", continued)
+    await stack.post("/v1/messages", {"messages": [user, begun], "max_tokens": 1})
+    assert [bool(before) for before in befores] == [True, True, False, True, True]
+    texts = ["To begin with", "Nature's", "", *["assistant\nI compare"] * 2]
+    assert all(text.endswith(before) for text, before in zip(texts, befores, strict=True))
+
+
 @pytest.mark.parametrize("prompt", [["ab", "cd"], [ids_of("ab"), ids_of("cd")]], ids=["strings", "lists of token ids"])
 async def test_several_prompts_give_several_choices_with_their_own_ids(stack, prompt):
     _, answer = await stack.post("/v1/completions", {"prompt": prompt, "max_tokens": 2, "return_token_ids": True})

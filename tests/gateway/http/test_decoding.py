@@ -165,3 +165,18 @@ def test_any_json_is_decoded_or_refused(value):
     for body in (value, {**CHAT, "user": value}, {"messages": value}, {**CHAT, "tools": value}, {**CHAT, "x": value}):
         with contextlib.suppress(RequestError):
             decode(ChatCompletionRequest, json.dumps(body).encode())
+
+
+def test_token_ids_beside_a_field_without_effect_are_not_looked_at_one_by_one(monkeypatch):
+    looked_at = []
+    cleaned = decoding._Cleaner.cleaned
+
+    def counted(self, value, kind, path):
+        looked_at.append(path)
+        return cleaned(self, value, kind, path)
+
+    monkeypatch.setattr(decoding._Cleaner, "cleaned", counted)
+    ids = list(range(1_000))
+    request, ignored = decoded(CompletionRequest, {"prompt": [ids, ids], "user": "me"})
+    assert (request.prompt, ignored) == ([ids, ids], ("user",))
+    assert looked_at == ["", "prompt", "prompt[0]", "prompt[1]"]

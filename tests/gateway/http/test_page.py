@@ -84,5 +84,11 @@ def test_the_page_knows_every_code_of_an_error():
     assert set(codes) == set(ErrorCode)
 
 
+def test_each_state_of_a_node_has_a_colour():
+    states = re.findall(r'return \["(\w+)", ', (FOLDER / "nodes.js").read_text())
+    coloured = re.findall(r'\.node\[data-state="(\w+)"\] \.dot', (FOLDER / "dashboard.css").read_text())
+    assert set(states) == set(coloured)
+
+
 def test_scripts_stay_short():
     assert all(len(path.read_text().splitlines()) <= 300 for path in FOLDER.glob("*.js"))

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 from urllib.parse import urlsplit
 
 import pytest
 from support.gateway.fake_nodes import events, folder, running, silent
 from support.gateway.toy_stack import ids_of
 
+from common.sampling_params import TokenLogprobs
 from common.wire.messages import SetPaused, Tokens
 from gateway.http.formatters.openai import CompletionFormatter
 
@@ -89,6 +91,37 @@ async def test_a_stream_that_cannot_be_formatted_ends_with_an_error_and_others_g
     assert "".join(await texts(good_events)) == "bc"
     bad_answer.close()
     good_answer.close()
+
+
+async def test_many_log_probabilities_of_a_prompt_are_formatted_on_a_thread(stack, monkeypatch):
+    places = []  # of the first events
+    chunk = CompletionFormatter.chunk
+
+    def noted(self, output, delta):
+        if not delta.first:
+            places.append((output.number, threading.current_thread() is threading.main_thread()))
+        return chunk(self, output, delta)
+
+    monkeypatch.setattr(CompletionFormatter, "chunk", noted)
+    monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 4)
+    prefill, decode = stack.nodes
+    body = {**STREAM, "prompt": "abcdef", "echo": True, "logprobs": 0, "n": 2}
+    call = asyncio.ensure_future(stack.client.post(stack.url + COMPLETIONS, json=body))
+    await prefill.until(lambda: len(prefill.generates) == 2)
+    first, second = prefill.generates
+    known = {"logprobs": (TokenLogprobs(-1.0),), "prompt_logprobs": (TokenLogprobs(-2.0),) * 5}
+    prefill.tokens(first, 0, ids_of("g"), **known)
+    answer = await call
+    arriving = events(answer)
+    assert (await anext(arriving))["choices"][0]["text"] == "abcdefg"
+    prefill.tokens(second, 0, ids_of("h"), **known)  # while the stream goes on
+    (choice,) = (await anext(arriving))["choices"]
+    assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("abcdefh", [None, *[-2.0] * 5, -1.0])
+    for rid in (first, second):
+        decode.tokens(rid, 1, ids_of("i"), logprobs=(TokenLogprobs(-3.0),), finish="length")
+    assert await texts(arriving) == ["i", "i"]
+    answer.close()
+    assert places == [(0, False), (1, False)]
 
 
 async def test_a_client_that_reads_late_gets_all_text_and_the_gateway_writes_nothing_until_then(folder):

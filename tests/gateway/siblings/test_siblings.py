@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -310,6 +311,11 @@ async def test_a_gateway_that_stops_before_it_takes_clients_lets_go_of_the_socke
     assert listener.fileno() < 0
 
 
+async def test_a_group_takes_each_limit_that_one_gateway_takes(folder: Path) -> None:
+    async with siblings(folder) as (first, _):
+        assert await first.get("/v1/requests?limit=1.0") == (200, {"requests": []})
+
+
 async def test_a_sibling_needs_the_key_of_the_client(folder: Path) -> None:
     async with siblings(folder, api_key="k" * 32) as (first, second):
         assert (await first.get("/v1/requests"))[0] == 401
@@ -335,6 +341,16 @@ async def test_nothing_listens_at_the_address_of_a_stopped_sibling(folder: Path)
         assert group is not None
     with pytest.raises(SiblingLost):
         await ask(group.address(1), b"GET / HTTP/1.1\r\n\r\n")
+
+
+async def test_a_sibling_cannot_be_reached_without_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as without_descriptors:
+        without_descriptors.setattr(socket, "socket", refuse)
+        with pytest.raises(SiblingLost, match="Too many open files"):
+            await ask(GatewayGroup("0011223344", 0, 2).address(1), b"GET / HTTP/1.1\r\n\r\n")
 
 
 @pytest.mark.parametrize("text", ["x:0/2", "0011223344:0/2x", "0011223344:2/2"])

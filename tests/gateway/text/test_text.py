@@ -85,6 +85,26 @@ def test_a_tokenizer_that_is_not_byte_level_is_decoded_in_a_window():
     assert text.decode(ids, skip_special=True) == "a bc🚀 a"
 
 
+@pytest.mark.parametrize("before", [[0], [8, 0, 1], [8, 2], [1] * 20])
+def test_an_output_that_continues_a_text_begins_with_the_space_between_them(before):
+    detokenizer = Tokenizer(sentencepiece_tokenizer()).detokenizer(before, skip_special=True)
+    assert [detokenizer.push((token,)) for token in (1, 2, 0)] == [" b", "c", " a"]
+    assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("before", [[], [8], [0, 3, 4]], ids=["none", "special", "within a character"])
+def test_an_output_behind_no_text_begins_without_a_space(before):
+    detokenizer = Tokenizer(sentencepiece_tokenizer()).detokenizer(before, skip_special=True)
+    assert [detokenizer.push((token,)) for token in (1, 2, 0)] == ["b", "c", " a"]
+
+
+def test_the_bytes_of_tokens_make_the_text_if_the_tokenizer_is_not_byte_level():
+    text = Tokenizer(sentencepiece_tokenizer())
+    assert [text.piece(token) for token in (0, 2, 3, 6, 8)] == [b" a", b"c", b"\xf0", b"\x80", b"<s>"]
+    assert b"".join(map(text.piece, (0, 2, 3, 4, 5, 6))).decode() == " ac🚀"
+    assert text.piece(2**31) == b""
+
+
 @pytest.mark.parametrize("silent", [0, 40])
 @pytest.mark.parametrize("size", [1, 3, 4, 17, 40])
 def test_a_window_shows_whole_characters_whatever_comes_in_one_push(size, silent):

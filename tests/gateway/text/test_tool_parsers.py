@@ -158,6 +158,8 @@ class TestQwen3Coder:
             ({"type": "integer"}, "5", 5),
             ({"type": "integer"}, "five", "five"),
             ({"type": "number"}, "1.5", 1.5),
+            ({"type": "number"}, "NaN", "NaN"),
+            ({"type": "array"}, "[1, -Infinity]", "[1, -Infinity]"),
             ({"type": "boolean"}, "False", False),
             ({"type": "array"}, "[1, 2]", [1, 2]),
             ({"type": ["string", "null"]}, "None", None),

@@ -49,11 +49,16 @@ def test_each_key_has_its_tenant_and_the_api_key_has_none():
 
 
 @pytest.mark.parametrize(
-    "given", ["", "Bearer", "Bearer ", "Bearer k", "bearer k1", "Basic k1", "k1", "Bearer k1 ", "Bearer \udcff"]
+    "given", ["", "Bearer", "Bearer ", "Bearer k", "bearer k", "Basic k1", "k1", "Bearer k1 ", "Bearer \udcff"]
 )
 def test_an_unknown_key_is_refused(given):
     assert refused(known_keys(), {"authorization": given}).code is ErrorCode.AUTHENTICATION
     assert known_keys().caller({"authorization": given}, is_open=True).tenant == ""
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER"])
+def test_the_word_bearer_may_be_written_in_any_case(scheme):
+    assert known_keys().caller({"authorization": f"{scheme} k3"}).tenant == "b"
 
 
 def test_a_key_may_come_as_in_anthropics_api():
