@@ -176,6 +176,9 @@ def test_where_a_node_serves_its_metrics_can_be_set():
     assert (
         node("--http-host", "10.0.0.1", "--http-port", "9100").http_port == 9100
     )  # it shows no prompt, and keys stay on
+    for words in (("--http-host", "10.0.0.1"), ("--health-timeout", "60")):
+        with pytest.raises(ConfigError, match=f"{words[0]} has no effect with --http-port none; leave one out"):
+            node(*words, "--http-port", "none")
     with pytest.raises(ConfigError, match="--http-port must be a whole number"):
         node("--http-port", "off")
     with pytest.raises(ConfigError, match="--http-port 65534 is too high: the last node would get port 65536"):
