@@ -245,7 +245,9 @@ class ProcessActor:
         key = os.environ.get("BATON_API_KEY") or os.environ.get("BATON_ADMIN_API_KEY") or self._api_key
         # urllib sends each character as one byte; the gateway reads UTF-8.
         bearer = f"Bearer {key}".encode().decode("latin-1")
-        headers = {"Authorization": bearer} if key and self._spec.role == "gateway" else {}
+        headers = {"Host": "localhost"}  # is always allowed; the option host may not be (allowed-hosts)
+        if key and self._spec.role == "gateway":
+            headers["Authorization"] = bearer
         request = urllib.request.Request(base + path, headers=headers)
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         try:

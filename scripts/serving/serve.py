@@ -290,7 +290,7 @@ def _call(
     config: ServeConfig, group: GatewayGroup | None, method: str, path: str, body: bytes = b""
 ) -> tuple[int, bytes]:
     """Status and body of the gateway's answer; of one of several, over the socket that it has for the others."""
-    headers: dict[str, str | bytes] = {}
+    headers: dict[str, str | bytes] = {"Host": "localhost"}  # is always allowed; --host may not be (--allowed-hosts)
     if config.api_key:
         headers["Authorization"] = f"Bearer {config.api_key}".encode()
     if body:

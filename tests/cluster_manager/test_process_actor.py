@@ -69,6 +69,20 @@ async def test_a_gateway_whose_key_has_letters_beyond_ascii_becomes_healthy(monk
     await until(actor, lambda found: found.has_ended)
 
 
+async def test_a_gateway_is_asked_under_a_name_that_it_always_serves() -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    heads: list[bytes] = []
+    actor = gateway(allowed_hosts=("llm.example.com",))
+    async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
+        actor._ports = Ports(server.sockets[0].getsockname()[1])
+        assert await asyncio.to_thread(actor._get, "/health") == {}
+    assert b"Host: localhost\r\n" in heads[0]
+
+
 async def test_a_process_that_answers_no_more_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     actor = gateway(drain_timeout=0)
     await until(actor, lambda found: found.is_healthy)

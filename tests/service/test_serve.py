@@ -382,6 +382,7 @@ def test_serve_sends_a_key_of_any_letters() -> None:
         assert _call(config, None, "GET", "/ready") == (200, b"")
         thread.join()
     assert "Authorization: Bearer ключ".encode() in heads[0]
+    assert b"Host: localhost\r\n" in heads[0], "whatever --host is, --allowed-hosts does not refuse it"
 
 
 def test_serve_continues_if_stdout_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
