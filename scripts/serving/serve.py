@@ -166,8 +166,9 @@ def children(
         if place.group is not None:
             assert listener is not None
             fds = (listener.fileno(),)
-            is_first = place.group.index == 0  # which alone changes roles, or the others would at the same time
-            own |= {"group": str(place.group), "listen_fd": fds[0], "auto_roles": config.auto_roles and is_first}
+            own |= {"group": str(place.group), "listen_fd": fds[0]}
+            if place.group.index > 0:  # the first alone changes roles, or the others would at the same time
+                own |= {"auto_roles": False, "auto_roles_per_hour": GatewayConfig.auto_roles_per_hour}
         found.append(Child(place.name, _argv("gateway", to_flags(GatewayConfig, own)), environ, fds=fds))
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
     first_port = config.http_port

@@ -325,11 +325,21 @@ def test_further_models_are_passed_to_child_processes():
         (["--also-serve", "baton-small=x"], "another model has the name baton-small"),
         (["--local-prefill", "sometimes"], "--local-prefill must be one of never, auto, always"),
         (["--local-prefill-threshold", "0"], "--local-prefill-threshold must be at least 1"),
+        (["--local-prefill-threshold", "9"], "--local-prefill-threshold has no effect without --local-prefill auto"),
         (["--revision", "main"], "--revision is for hub models"),
     ],
 )
 def test_impossible_models_and_local_prefill_are_refused(words, sentence):
     with pytest.raises(ConfigError, match=sentence):
+        gateway(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [(["--auto-roles-per-hour", "2"], "--auto-roles"), (["--trace-sample-rate", "0.1"], "--otlp-endpoint")],
+)
+def test_an_option_of_the_gateway_that_needs_another_one_is_refused_without_it(words, needed):
+    with pytest.raises(ConfigError, match=f"{words[0]} has no effect without {needed}; add that"):
         gateway(*words)
 
 
