@@ -343,6 +343,12 @@ def test_an_option_of_the_gateway_that_needs_another_one_is_refused_without_it(w
         gateway(*words)
 
 
+@pytest.mark.parametrize("make", [gateway, node])
+def test_an_empty_address_of_etcd_is_refused(make):
+    with pytest.raises(ConfigError, match="--etcd must be URLs such as http://10.0.0.5:2379, not ''"):
+        make("--etcd", "")
+
+
 def test_a_port_below_zero_is_refused_by_serve_too():
     with pytest.raises(ConfigError, match="--control-port must be at least 0, not -1"):
         parse(ServeConfig, ["--control-port", "-1"], command="serve")
