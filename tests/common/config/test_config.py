@@ -170,6 +170,17 @@ def test_reachable_addresses_need_insecure_or_a_key():
     assert node("--advertise-host", "10.0.0.1", "--keys", "k", "--data-interface", "127.0.0.1").keys == "k"
 
 
+@pytest.mark.parametrize("flag", ["--advertise-host", "--data-interface"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_node_does_not_tell_others_an_address_that_means_all_of_its_own(flag, host):
+    with pytest.raises(ConfigError, match=f"{flag} {host} means every address of this machine: give the one"):
+        node(flag, host, "--insecure")
+
+
+def test_nixl_tells_the_addresses_of_a_node_itself():
+    assert node("--data-interface", "0.0.0.0", "--transport", "nixl", "--insecure").data_host == "0.0.0.0"
+
+
 def test_where_a_node_serves_its_metrics_can_be_set():
     assert (node().http_host, node().http_port) == ("127.0.0.1", 0)
     assert node("--http-port", "none").http_port is None
