@@ -142,7 +142,8 @@ async def test_a_process_that_refuses_its_options_has_failed_with_its_reason(
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", b"HTTP/1.1 2"])
 async def test_a_process_that_dies_within_an_answer_has_not_answered(answer: bytes) -> None:
-    def reply(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
         writer.close()
 
