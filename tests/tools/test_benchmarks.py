@@ -63,9 +63,7 @@ def test_figures_for_which_the_disk_has_no_room_are_named(
 ) -> None:
     monkeypatch.setattr("scripts.benchmarks.virtual_time.scheduler.run", lambda options: {"figure": 1.0})
     assert main(["scheduler", "--json=/dev/full"]) == 1
-    assert capsys.readouterr().err == (
-        "bench scheduler: --json /dev/full cannot be written: No space left on device\n"
-    )
+    assert capsys.readouterr().err == ("bench scheduler: --json /dev/full cannot be written: No space left on device\n")
 
 
 def test_zero_infinite_and_undefined_figures_are_empty() -> None:
