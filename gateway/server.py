@@ -27,7 +27,7 @@ from common.discovery.announcement import Announcement
 from common.discovery.etcd import EtcdStore
 from common.errors import ConfigError
 from common.plugins import load_app_plugin, load_priority_function
-from common.wire.address import bind_problem, in_url, zmq_endpoint
+from common.wire.address import in_url, zmq_endpoint
 from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromNode
@@ -368,6 +368,6 @@ def _without_parameters(path: str) -> str:
 
 
 def _cannot_bind(flag: str, port: int, host: str, error: OSError | zmq.ZMQError) -> ConfigError:
-    reason = bind_problem(error.errno, error.strerror or str(error)).lower()
+    reason = (error.strerror or str(error)).lower()
     host_flag = "control-host" if flag == "control-port" else "host"
     return ConfigError(f"cannot bind --{host_flag} {host} --{flag} {port}: {reason}")

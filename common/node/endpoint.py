@@ -7,7 +7,7 @@ import zmq
 
 from common.config.node import NodeConfig
 from common.errors import ConfigError
-from common.wire.address import bind_problem, in_url, zmq_endpoint
+from common.wire.address import in_url, zmq_endpoint
 from common.wire.curve import CurveKeys, fingerprint
 from common.wire.mailbox import SILENCE_S, Mailbox
 from common.wire.messages import ToListeningNode
@@ -102,5 +102,6 @@ def listen_mailbox(
         bind = zmq_endpoint(f"{in_url(host)}:{port}")
         return Mailbox(context, incarnation, ToListeningNode, bind=bind, curve=curve, silence_s=silence_s)
     except zmq.ZMQError as error:
-        reason = bind_problem(error.errno, error.strerror or str(error))
-        raise ConfigError(f"cannot bind --advertise-host {host} --data-port {port}: {reason}") from error
+        raise ConfigError(
+            f"cannot bind --advertise-host {host} --data-port {port}: {error.strerror or error}"
+        ) from error

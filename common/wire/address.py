@@ -1,6 +1,5 @@
 """Parses addresses, and checks whether other machines can reach them."""
 
-import errno
 import ipaddress
 import re
 
@@ -57,21 +56,11 @@ def in_url(host: str) -> str:
 def zmq_endpoint(address: str) -> str:
     """Return what ZMQ takes for ``host:port``, to listen there or to dial it.
 
-    ZMQ listens at no name, and dials ``localhost`` as ::1 alone where it has that address, too. So ``localhost`` is
-    127.0.0.1, on which processes listen unless they are told otherwise.
+    ZMQ tries one address of a name alone. That of ``localhost`` is ::1 on many machines, while processes listen on
+    127.0.0.1 unless they are told otherwise; so ``localhost`` is 127.0.0.1 here.
     """
     host, _, port = address.rpartition(":")
     return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
-
-
-def bind_problem(number: int | None, reason: str) -> str:
-    """Return why ZMQ cannot listen at an address, where it takes a name for that of an interface.
-
-    Args:
-        number, reason: of the error.
-    """
-    is_name = number == errno.ENODEV
-    return "it is a name; give an address in numbers, or the name of an interface" if is_name else reason
 
 
 def check_brackets(flag: str, host: str) -> None:

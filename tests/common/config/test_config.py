@@ -356,7 +356,7 @@ def test_an_option_of_the_gateway_that_needs_another_one_is_refused_without_it(w
 
 @pytest.mark.parametrize("make", [gateway, node])
 def test_an_empty_address_of_etcd_is_refused(make):
-    with pytest.raises(ConfigError, match="--etcd must be URLs such as .*, not ''"):
+    with pytest.raises(ConfigError, match=r"--etcd must be URLs such as .*, not ''"):
         make("--etcd", "")
 
 
