@@ -27,7 +27,7 @@ from common.discovery.announcement import Announcement
 from common.discovery.etcd import EtcdStore
 from common.errors import ConfigError
 from common.plugins import load_app_plugin, load_priority_function
-from common.wire.address import in_url
+from common.wire.address import in_url, zmq_endpoint
 from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromNode
@@ -265,7 +265,7 @@ class Gateway:
 
     def _open_channel(self) -> tuple[Mailbox, MailboxChannel]:
         config = self._config
-        bind = f"tcp://{in_url(config.control_host)}:{config.control_port or '*'}"
+        bind = zmq_endpoint(f"{in_url(config.control_host)}:{config.control_port or '*'}")
         incarnation = new_incarnation("" if self._keys is None else self._keys.fingerprint)
         curve = None if self._keys is None else self._keys.server
         try:

@@ -33,7 +33,12 @@ def main(argv: Sequence[str]) -> int:
         print("apikey: --requests and --tokens-per-minute are limits of a tenant; give TENANT", file=sys.stderr)
         return 2
     key = f"sk-baton-{secrets.token_hex(32)}"
-    print(f"\n{entry(key, options, datetime.now(UTC))}", flush=True)
+    try:
+        print(f"\n{entry(key, options, datetime.now(UTC))}", flush=True)
+    except OSError as error:
+        sys.stdout = None  # otherwise the interpreter fails again when it flushes at exit
+        print(f"apikey: cannot write the entry to standard output: {error.strerror}", file=sys.stderr)
+        return 1
     print(f"the key, which is shown only now: {key}", file=sys.stderr)
     return 0
 

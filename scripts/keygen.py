@@ -18,7 +18,7 @@ folder serves for nodes there, too.
 Copy each folder to its host over a secure connection, and no other. Run it
 again with the same folder to add hosts: the folders of the others then permit
 the new one, once their "nodes" folders are copied again and their gateway and
-prefill nodes are restarted."""
+nodes are restarted."""
 
 
 def main(argv: Sequence[str]) -> int:

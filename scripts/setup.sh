@@ -12,6 +12,7 @@
 baton_root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 baton_extra=${baton_extra:-}
 baton_venv=${BATON_VENV:-$baton_root/.venv}
+case $baton_venv in /*) ;; *) baton_venv=$PWD/$baton_venv ;; esac # a command may change the folder
 baton_lock=$baton_root/scripts/setup.sh # this file is locked during installation
 
 # Without these, a signal to this shell alone would take effect only after the running program has ended.

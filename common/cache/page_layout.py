@@ -110,6 +110,13 @@ def kv_heads_of(rank: int, num_ranks: int, num_kv_heads: int) -> range:
     return range(first, first + max(1, num_kv_heads // num_ranks))
 
 
+def ranks_conflict(num_kv_heads: int, num_ranks: int) -> str:
+    """Return the reason why KV heads cannot be divided among ranks; empty if they can."""
+    if num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0:
+        return ""
+    return f"{num_kv_heads} kv heads cannot be divided among {num_ranks} ranks"
+
+
 #: What must be equal in two layouts, by the field of ``PageLayout``, in words.
 _EQUAL = {
     "num_layers": "layers",

@@ -27,7 +27,7 @@ class DiscoveryOptions:
 
     @property
     def etcd_urls(self) -> tuple[str, ...]:
-        return tuple(self.etcd.split(",")) if self.etcd else ()
+        return () if self.etcd is None else tuple(self.etcd.split(","))
 
 
 def check_discovery(config: Any) -> None:

@@ -304,6 +304,8 @@ def check_group(config: Any) -> None:
 def check_auto_roles(config: Any) -> None:
     if config.auto_roles and config.local_prefill == "always":
         raise ConfigError("--auto-roles has no effect with --local-prefill always, which needs no prefill nodes")
+    if not config.auto_roles and config.auto_roles_per_hour != Routing.auto_roles_per_hour:
+        raise ConfigError("--auto-roles-per-hour has no effect without --auto-roles; add that")
 
 
 def also_served(config: Any) -> dict[str, str]:
@@ -332,6 +334,10 @@ def check_http(config: Any) -> None:
         if not is_user_defined(spec):
             raise ConfigError(f"--app-plugin must be MODULE:NAME, not {spec!r}")
     check_auto_roles(config)
+    if config.local_prefill_threshold is not None and config.local_prefill != "auto":
+        raise ConfigError("--local-prefill-threshold has no effect without --local-prefill auto; add that")
+    if config.otlp_endpoint is None and config.trace_sample_rate != TracingOptions.trace_sample_rate:
+        raise ConfigError("--trace-sample-rate has no effect without --otlp-endpoint; add that")
     if config.node_timeout < 2 * config.heartbeat_interval:
         raise ConfigError("--node-timeout must be at least twice --heartbeat-interval")
     if config.port and config.port == config.control_port and config.host == config.control_host:

@@ -22,7 +22,7 @@ from common.config.shared import (
     parse_overrides,
 )
 from common.errors import ConfigError
-from common.wire.address import check_reach, host_and_port, is_loopback
+from common.wire.address import check_reach, host_and_port, is_loopback, is_unspecified
 
 DEFAULT_GATEWAY = "127.0.0.1:8001"
 #: The value of --gateway of a node that waits for gateways to name it.
@@ -116,9 +116,21 @@ class NodeConfig(
         if len(set(self.gateways)) < len(self.gateways):
             raise ConfigError(f"--gateway {self.gateway} names a gateway twice; leave one of them out")
         check_reach("--advertise-host", self.advertise_host, has_keys, NEEDS_KEYS)
+        self._check_told_addresses()
         if not self.cluster_key:
             flag = "--data-interface" if self.data_interface else "--advertise-host"
             check_reach(flag, self.data_host, self.insecure, "set --cluster-key, which KV pages need, or ")
+
+    def _check_told_addresses(self) -> None:
+        """Raises ConfigError: other nodes would be told an address that leads nowhere. NIXL tells its own ones."""
+        told = {"--advertise-host": self.advertise_host}
+        if self.data_interface and self.transport != "nixl":
+            told["--data-interface"] = self.data_interface
+        for flag, host in told.items():
+            if is_unspecified(host):
+                raise ConfigError(
+                    f"{flag} {host} means every address of this machine: give the one at which other nodes reach it"
+                )
 
     @property
     def is_listed(self) -> bool:

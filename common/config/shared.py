@@ -261,6 +261,10 @@ class NodeHttpOptions:
 
 def check_node_http(config: Any) -> None:
     check_brackets("--http-host", config.http_host)
+    if config.http_port is None:
+        for name in ("http_host", "health_timeout"):
+            if getattr(config, name) != getattr(NodeHttpOptions, name):
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --http-port none; leave one out")
 
 
 def check_engine(config: Any) -> None:

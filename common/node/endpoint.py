@@ -7,7 +7,7 @@ import zmq
 
 from common.config.node import NodeConfig
 from common.errors import ConfigError
-from common.wire.address import in_url
+from common.wire.address import in_url, zmq_endpoint
 from common.wire.curve import CurveKeys, fingerprint
 from common.wire.mailbox import SILENCE_S, Mailbox
 from common.wire.messages import ToListeningNode
@@ -51,7 +51,7 @@ class ControlEndpoint:
             self.context,
             self.incarnation,
             accepts,
-            connect=f"tcp://{address}",
+            connect=zmq_endpoint(address),
             curve=curve,
             silence_s=self.node_timeout_s,
         )
@@ -99,7 +99,7 @@ def listen_mailbox(
         curve = None
         if keys is not None:
             curve = keys.server_for_gateway if admits_gateway else keys.server
-        bind = f"tcp://{in_url(host)}:{port}"
+        bind = zmq_endpoint(f"{in_url(host)}:{port}")
         return Mailbox(context, incarnation, ToListeningNode, bind=bind, curve=curve, silence_s=silence_s)
     except zmq.ZMQError as error:
         raise ConfigError(

@@ -53,6 +53,16 @@ def in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def zmq_endpoint(address: str) -> str:
+    """Return what ZMQ takes for ``host:port``, to listen there or to dial it.
+
+    ZMQ tries one address of a name alone. That of ``localhost`` is ::1 on many machines, while processes listen on
+    127.0.0.1 unless they are told otherwise; so ``localhost`` is 127.0.0.1 here.
+    """
+    host, _, port = address.rpartition(":")
+    return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
+
+
 def check_brackets(flag: str, host: str) -> None:
     """Raises ConfigError: the address is in brackets, although it has no port."""
     if host.startswith("["):

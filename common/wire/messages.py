@@ -50,6 +50,9 @@ Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
 #: Numbers of a heartbeat by name. The limits are far above what a node has.
 Figures = Annotated[dict[Annotated[str, Meta(max_length=128)], float], Meta(max_length=1_024)]
 
+#: Prefill nodes to which decode nodes connect before a request needs them.
+MAX_PREFILL_NODES = 1_024
+
 #: Spans of one message; the limits in ``common.stage_spans`` keep it shorter.
 MAX_SPANS = 64
 
@@ -344,7 +347,7 @@ class Deregister(Message, frozen=True, tag="deregister"):
 class PrefillNodes(Message, frozen=True, tag="prefill_nodes"):
     """gateway -> decode node, whenever they change: the prefill nodes to connect to before the first request comes."""
 
-    nodes: Annotated[tuple["Peer", ...], Meta(max_length=1_024)]
+    nodes: Annotated[tuple["Peer", ...], Meta(max_length=MAX_PREFILL_NODES)]  # requests may name others
 
 
 class Drain(Message, frozen=True, tag="drain"):

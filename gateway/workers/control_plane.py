@@ -15,6 +15,7 @@ import zmq
 from common.clock import Clock
 from common.wire.mailbox import PROBE_EVERY_S, Envelope, Mailbox
 from common.wire.messages import (  # fmt: skip
+    MAX_PREFILL_NODES,
     Adapters,
     Decision,
     Decisions,
@@ -386,13 +387,13 @@ class ControlPlane:
         alike: dict[str, list[str]] = {}  # by revision
         for node in decodes:
             if node.is_draining:
-                peers = tuple([other.peer for other in sources[node.revision] if other is not node])
-                self._channel.send(PrefillNodes(peers), node.incarnation)
+                peers = [other.peer for other in sources[node.revision] if other is not node]
+                self._channel.send(PrefillNodes(tuple(peers[:MAX_PREFILL_NODES])), node.incarnation)
             else:
                 alike.setdefault(node.revision, []).append(node.incarnation)
         for revision, incarnations in alike.items():
-            peers = tuple([node.peer for node in sources.get(revision, ())])
-            self._channel.send(PrefillNodes(peers), *incarnations)
+            peers = [node.peer for node in sources.get(revision, ())]
+            self._channel.send(PrefillNodes(tuple(peers[:MAX_PREFILL_NODES])), *incarnations)
 
     def _on_deregister(self, sender: str, message: Deregister) -> None:
         pool = self.pools.of(sender)

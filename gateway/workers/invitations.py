@@ -15,6 +15,7 @@ import zmq
 
 from common.config.shared import Role
 from common.errors import ConfigError
+from common.wire.address import zmq_endpoint
 from common.wire.curve import CurveKeys
 from common.wire.mailbox import HandshakeFailure, Mailbox
 from common.wire.messages import Invite, Ping, Refused
@@ -178,7 +179,7 @@ class _ListedNode:
     def _dial(self, tried: int) -> Mailbox:
         curve = None if self._keys is None else self._keys.client(self._candidates[tried])
         accepts = Refused | Ping
-        return Mailbox(self._context, self._incarnation, accepts, connect=f"tcp://{self._address}", curve=curve)
+        return Mailbox(self._context, self._incarnation, accepts, connect=zmq_endpoint(self._address), curve=curve)
 
     def say(self, problem: str) -> None:
         if problem != self._said:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from common.cache.page_layout import layout_conflict
+from common.cache.page_layout import layout_conflict, ranks_conflict
 from common.errors import ErrorCode, RequestError
 from common.wire.messages import MAX_SECONDS, Adapter, Heartbeat, PairState, Peer, Refused, Register, Registered, Role
 from gateway.workers.clock_offset import ClockOffset
@@ -229,6 +229,8 @@ class Registry:
             )
         if register.role == "prefill" and not register.address:
             return f"the prefill node {register.name} gives no address at which decode nodes reach it"
+        if problem := ranks_conflict(register.layout.num_kv_heads, register.num_ranks):
+            return f"node {register.name} is broken: {problem}"
         starts = self._starts.get(register.name, {})
         if incarnation in starts and starts[incarnation] < max(starts.values()):
             return f"a later start of node {register.name} has already been here"

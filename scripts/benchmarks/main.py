@@ -83,7 +83,10 @@ def _run(name: str, words: Sequence[str]) -> int:
     check_file(options.json, "--json")
     figures = benchmark.run(options)
     if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+        try:
+            Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+        except OSError as error:  # the disk is full by now
+            raise BatonError(f"--json {options.json} cannot be written: {error.strerror}") from None
     empty = [name for name in empty_figures(figures) if name not in getattr(benchmark, "MAY_BE_ZERO", ())]
     for figure in empty:
         _say(f"bench {name}: {figure} is {figures[figure]:g}, so nothing was measured")

@@ -82,7 +82,8 @@ def _tcp(inodes: set[str] | None) -> set[tuple[int, str]]:
 
 
 def _unix(inodes: set[str] | None) -> set[str]:
-    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    names = Path("/proc/net/unix").read_text(errors="replace")  # those of other programs may be any bytes
+    rows = [line.split() for line in names.splitlines()[1:]]
     return {row[7] for row in rows if len(row) > 7 and (inodes is None or row[6] in inodes)}
 
 

@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 import msgspec
@@ -244,19 +245,19 @@ class ProcessActor:
         key = os.environ.get("BATON_API_KEY") or os.environ.get("BATON_ADMIN_API_KEY") or self._api_key
         # urllib sends each character as one byte; the gateway reads UTF-8.
         bearer = f"Bearer {key}".encode().decode("latin-1")
-        headers = {"Authorization": bearer} if key and self._spec.role == "gateway" else {}
-        context = None
-        if certificate := self._spec.values.get("tls_cert"):
-            context = ssl.create_default_context(cafile=certificate)
-            context.check_hostname = False
-            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        headers = {"Host": "localhost"}  # is always allowed; the option host may not be (allowed-hosts)
+        if key and self._spec.role == "gateway":
+            headers["Authorization"] = bearer
         request = urllib.request.Request(base + path, headers=headers)
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), *([urllib.request.HTTPSHandler(context=context)] if context else [])
-        )
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         try:
-            with opener.open(request, timeout=PROBE_TIMEOUT_S) as answer:
+            if certificate := self._spec.values.get("tls_cert"):
+                context = ssl.create_default_context(cafile=certificate)
+                context.check_hostname = False
+                context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+                handlers.append(urllib.request.HTTPSHandler(context=context))
+            with urllib.request.build_opener(*handlers).open(request, timeout=PROBE_TIMEOUT_S) as answer:
                 found: dict[str, Any] = msgspec.json.decode(answer.read(), type=dict)
                 return found
-        except (OSError, ValueError):  # urllib's errors are OSErrors; a malformed answer
+        except (OSError, HTTPException, ValueError):  # among them: the certificate cannot be read
             return None

@@ -166,8 +166,9 @@ def children(
         if place.group is not None:
             assert listener is not None
             fds = (listener.fileno(),)
-            is_first = place.group.index == 0  # which alone changes roles, or the others would at the same time
-            own |= {"group": str(place.group), "listen_fd": fds[0], "auto_roles": config.auto_roles and is_first}
+            own |= {"group": str(place.group), "listen_fd": fds[0]}
+            if place.group.index > 0:  # the first alone changes roles, or the others would at the same time
+                own |= {"auto_roles": False, "auto_roles_per_hour": GatewayConfig.auto_roles_per_hour}
         found.append(Child(place.name, _argv("gateway", to_flags(GatewayConfig, own)), environ, fds=fds))
     names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
     first_port = config.http_port
@@ -290,7 +291,7 @@ def _call(
     config: ServeConfig, group: GatewayGroup | None, method: str, path: str, body: bytes = b""
 ) -> tuple[int, bytes]:
     """Status and body of the gateway's answer; of one of several, over the socket that it has for the others."""
-    headers: dict[str, str | bytes] = {}
+    headers: dict[str, str | bytes] = {"Host": "localhost"}  # is always allowed; --host may not be (--allowed-hosts)
     if config.api_key:
         headers["Authorization"] = f"Bearer {config.api_key}".encode()
     if body:

@@ -20,6 +20,7 @@ REFUSED = 2  # exit status of a process that refuses its configuration
 MAX_EARLY_DEATHS = 3
 FIRST_DELAY_S, LAST_DELAY_S, STEADY_S = 0.2, 30.0, 60.0
 STOP_S = 3.5
+LAST_LINES_S = 1.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -86,10 +87,7 @@ class Supervisor:
         delay = FIRST_DELAY_S
         while not self._is_stopping:
             began = time.monotonic()
-            child.process = await _spawn(child)
-            assert child.process.stdout is not None
-            await self._relay(child.name, child.process.stdout)
-            status = await child.process.wait()
+            status = await self._run_once(child)
             if self._is_stopping:
                 return
             child.num_deaths += 1
@@ -101,6 +99,31 @@ class Supervisor:
             self._output.say(f"{child.name} {ended}; starting it again in {delay:g} s")
             await asyncio.sleep(delay)
             delay = min(2 * delay, LAST_DELAY_S)
+
+    async def _run_once(self, child: Child) -> int:
+        """Start a child, copy its output, and return its exit status once it has ended.
+
+        What it has started itself may outlive it and hold its output open. Only what comes soon is waited for then.
+        """
+        read, write = os.pipe()
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(read, "rb", 0)
+        )
+        try:
+            try:
+                child.process = await _spawn(child, write)
+            finally:
+                os.close(write)
+            relay = asyncio.create_task(self._relay(child.name, stream))
+            try:
+                status = await child.process.wait()
+                await asyncio.wait({relay}, timeout=LAST_LINES_S)
+            finally:
+                relay.cancel()
+            return status
+        finally:
+            transport.close()
 
     async def _relay(self, name: str, stream: asyncio.StreamReader) -> None:
         """Copy a child's output, whole lines at a time, until it closes."""
@@ -145,7 +168,7 @@ def bind_to(parent: int, number: signal.Signals) -> None:
         os._exit(1)
 
 
-async def _spawn(child: Child) -> asyncio.subprocess.Process:
+async def _spawn(child: Child, output: int) -> asyncio.subprocess.Process:
     parent = os.getpid()
 
     def in_child() -> None:
@@ -158,7 +181,7 @@ async def _spawn(child: Child) -> asyncio.subprocess.Process:
         *child.argv,
         env=child.env,
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
+        stdout=output,  # not a pipe of asyncio, which would count the process as running until all ends are closed
         stderr=asyncio.subprocess.STDOUT,
         preexec_fn=in_child,
         pass_fds=child.fds,

@@ -155,6 +155,12 @@ def test_a_file_a_port_and_a_process_that_are_left_are_seen(leaking: tuple[Any, 
     assert len(broken_invariants(Tally(), Findings(left=[left]))) == 1
 
 
+def test_a_socket_of_another_program_may_have_any_name() -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(b"\0baton-test-\xff")
+        assert ProcessResources.of([]).left() == ""
+
+
 def test_an_open_descriptor_is_counted() -> None:
     before = num_descriptors(os.getpid())
     with socket.socket(), socket.socket():

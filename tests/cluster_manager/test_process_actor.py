@@ -14,7 +14,7 @@ from support.service.processes import descendants
 from support.service.service import SMALL_MODEL
 
 from scripts.cluster_manager import process_actor
-from scripts.cluster_manager.command_line import ProcessSpec
+from scripts.cluster_manager.command_line import Ports, ProcessSpec
 from scripts.cluster_manager.process_actor import MAX_LINES, Deaths, LogBuffer, ProcessActor, Report
 
 
@@ -69,6 +69,20 @@ async def test_a_gateway_whose_key_has_letters_beyond_ascii_becomes_healthy(monk
     await until(actor, lambda found: found.has_ended)
 
 
+async def test_a_gateway_is_asked_under_a_name_that_it_always_serves() -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    heads: list[bytes] = []
+    actor = gateway(allowed_hosts=("llm.example.com",))
+    async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
+        actor._ports = Ports(server.sockets[0].getsockname()[1])
+        assert await asyncio.to_thread(actor._get, "/health") == {}
+    assert b"Host: localhost\r\n" in heads[0]
+
+
 async def test_a_process_that_answers_no_more_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     actor = gateway(drain_timeout=0)
     await until(actor, lambda found: found.is_healthy)
@@ -110,11 +124,33 @@ def test_deaths_are_forgiven_once_a_process_has_been_healthy_for_a_minute() -> N
     assert deaths.seen(5, is_healthy=False, now=140.0) == 1
 
 
-async def test_a_process_that_refuses_its_options_has_failed_with_its_reason() -> None:
-    actor = gateway(chat_template="/nowhere.jinja")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"chat_template": "/nowhere.jinja"}, "/nowhere.jinja"),
+        ({"tls_cert": "/nowhere.pem", "tls_key": "/nowhere.key"}, "--tls-cert /nowhere.pem cannot be read"),
+    ],
+)
+async def test_a_process_that_refuses_its_options_has_failed_with_its_reason(
+    options: dict[str, str], reason: str
+) -> None:
+    actor = gateway(**options)
     found = await until(actor, lambda found: found.has_ended)
     assert "gateway-0 ended with status 2" in found.failure
-    assert "/nowhere.jinja" in found.failure
+    assert reason in found.failure
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", b"HTTP/1.1 2"])
+async def test_a_process_that_dies_within_an_answer_has_not_answered(answer: bytes) -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    actor = gateway()
+    async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
+        actor._ports = Ports(server.sockets[0].getsockname()[1])
+        assert await asyncio.to_thread(actor._get, "/health") is None
 
 
 @pytest.mark.parametrize(

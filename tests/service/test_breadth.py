@@ -22,7 +22,7 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         tmp_path_factory.mktemp("breadth"),
         prefill=0 if mode == "always" else 1,
         node_options={"chunked_prefill_size": 32, "max_running_requests": 8},
-        gateway_options={"local_prefill": mode, "local_prefill_threshold": THRESHOLD},
+        gateway_options={"local_prefill": mode} | ({"local_prefill_threshold": THRESHOLD} if mode == "auto" else {}),
     ) as service:
         yield service
 

@@ -211,7 +211,7 @@ def test_a_shared_socket_listens_on_ipv6_alone_and_is_closed_for_good() -> None:
 
 
 def test_every_gateway_inherits_the_socket_and_one_alone_changes_roles() -> None:
-    config = ServeConfig(workers=3, port=8000, control_port=8001, auto_roles=True)
+    config = ServeConfig(workers=3, port=8000, control_port=8001, auto_roles=True, auto_roles_per_hour=9)
     with bind("127.0.0.1", 0, "--port") as listener:
         found = children(config, [Share(1), Share(1)], listener=listener)
         assert [child.name for child in found] == ["gateway-0", "gateway-1", "gateway-2", "prefill-0", "decode-0"]
@@ -219,7 +219,8 @@ def test_every_gateway_inherits_the_socket_and_one_alone_changes_roles() -> None
         groups = [word.rpartition(":")[2] for child in found for word in child.argv if word.startswith("--group=")]
         assert groups == ["0/3", "1/3", "2/3"]
         assert [f"--listen-fd={listener.fileno()}" in child.argv for child in found[:3]] == [True] * 3
-        assert ["--auto-roles" in child.argv for child in found] == [True] + [False] * 4
+        for flag in ("--auto-roles", "--auto-roles-per-hour=9"):
+            assert [flag in child.argv for child in found] == [True] + [False] * 4
         assert all(word.count(",") == 2 for word in found[3].argv if word.startswith("--gateway="))
 
 
@@ -382,6 +383,7 @@ def test_serve_sends_a_key_of_any_letters() -> None:
         assert _call(config, None, "GET", "/ready") == (200, b"")
         thread.join()
     assert "Authorization: Bearer ключ".encode() in heads[0]
+    assert b"Host: localhost\r\n" in heads[0], "whatever --host is, --allowed-hosts does not refuse it"
 
 
 def test_serve_continues_if_stdout_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

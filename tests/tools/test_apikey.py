@@ -1,5 +1,8 @@
 """``baton apikey``: what it prints works as the gateway's file of keys."""
 
+import contextlib
+import sys
+
 import pytest
 
 from common.config.tenancy import Quota
@@ -52,3 +55,12 @@ def test_a_mistake_is_one_sentence(capsys, words, message):
     assert _run(["apikey", *words]) == 2
     printed = capsys.readouterr()
     assert (printed.out, message in printed.err) == ("", True)
+
+
+def test_a_key_whose_entry_cannot_be_written_is_not_shown(capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert _run(["apikey"]) == 1
+        with contextlib.suppress(OSError):
+            full.close()
+    assert capsys.readouterr().err == "apikey: cannot write the entry to standard output: No space left on device\n"

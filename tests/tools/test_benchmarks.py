@@ -58,6 +58,14 @@ def test_a_mistake_is_named_before_anything_is_measured(
     assert (printed.out, printed.err.splitlines()[0]) == ("", mistake)
 
 
+def test_figures_for_which_the_disk_has_no_room_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scripts.benchmarks.virtual_time.scheduler.run", lambda options: {"figure": 1.0})
+    assert main(["scheduler", "--json=/dev/full"]) == 1
+    assert capsys.readouterr().err == ("bench scheduler: --json /dev/full cannot be written: No space left on device\n")
+
+
 def test_zero_infinite_and_undefined_figures_are_empty() -> None:
     assert empty_figures({"chunks": 0.0, "answers": 3.0, "rate": math.inf, "gap": math.nan, "lag": -1.0}) == [
         "chunks", "rate", "gap", "lag",

@@ -35,3 +35,11 @@ def test_time_of_an_unrelated_process_counts() -> None:
     subprocess.run([sys.executable, "-c", parent], check=True)  # its child outlives it and is no longer a descendant
     time.sleep(1.5)
     assert contention.cores() > 0.1
+
+
+def test_a_process_whose_name_is_cut_within_a_character_counts_as_any_other() -> None:
+    named = "open('/proc/self/comm', 'wb').write('программа'.encode()[:15]); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", named], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline()
+        assert cpu_time_s(os.getpid()) > 0
+        process.kill()

@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check"
 
 
-def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def run(*arguments: str, python: str = sys.executable, folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [SCRIPT, *arguments], capture_output=True, text=True, timeout=100, env={"PYTHON": sys.executable}
+        [SCRIPT, *arguments], capture_output=True, text=True, timeout=100, env={"PYTHON": python}, cwd=folder
     )
 
 
@@ -37,6 +37,15 @@ def test_a_machine_without_a_gpu_is_told_apart_from_a_failure() -> None:
         2,
         "gpu_check: no usable GPU: AssertionError: torch finds no CUDA device\n",
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_relative_paths_are_those_of_the_folder_in_which_it_starts(tmp_path: Path) -> None:
+    python = tmp_path / "my python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    assert "torch finds no CUDA device" in run("tests", python="./my python", folder=tmp_path).stdout
+    assert run("wheels", "--help", python="./my python", folder=tmp_path).returncode == 0
 
 
 def test_an_unknown_part_is_refused_and_help_names_all_parts() -> None:

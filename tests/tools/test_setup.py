@@ -33,6 +33,11 @@ def test_an_active_environment_that_meets_the_requirements_is_used(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
+def test_a_relative_environment_is_that_of_the_folder_in_which_a_command_starts(tmp_path):
+    words = ("bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo "$baton_venv"')
+    assert command(*words, folder=tmp_path, BATON_VENV="my venv").stdout.strip() == f"{tmp_path}/my venv"
+
+
 def test_commands_work_from_a_folder_with_packages_of_the_same_names(tmp_path):
     for name in ("common", "scripts", "decode_node", "click"):
         (tmp_path / name).mkdir()

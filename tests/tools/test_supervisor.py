@@ -50,6 +50,40 @@ async def test_a_child_that_dies_is_restarted_alone():
     assert first.process.returncode == second.process.returncode == -signal.SIGTERM
 
 
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_child_is_restarted_and_stopped_although_its_own_child_holds_its_output(new_loop, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "LAST_LINES_S", 0.1)
+    pids = tmp_path / "pids"
+    code = (
+        "import subprocess, sys, time\n"
+        "helper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
+        "print('said', flush=True)\n"
+        f"with open({str(pids)!r}, 'a+') as file:\n"
+        "    print(helper.pid, file=file, flush=True)\n"
+        "    file.seek(0)\n"
+        "    is_first = len(file.readlines()) == 1\n"
+        "time.sleep(0 if is_first else 60)\n"
+    )
+
+    async def run() -> list[str]:
+        output, helped = Lines(), child(code)
+        supervisor = Supervisor([helped], output)
+        supervisor.mark_ready()
+        running = asyncio.create_task(supervisor.run())
+        await until(lambda: helped.num_deaths == 1 and len(pids.read_text().split()) == 2)
+        await supervisor.stop()
+        await running
+        return output.lines
+
+    try:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            lines = runner.run(run())
+    finally:
+        for pid in pids.read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+    assert lines.count("node | said") == 2
+
+
 async def test_a_child_that_refuses_its_configuration_ends_everything():
     supervisor = Supervisor([child("raise SystemExit(2)"), child("import time; time.sleep(60)")], Lines())
     with pytest.raises(ExceptionGroup) as failed:

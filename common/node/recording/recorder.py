@@ -51,10 +51,14 @@ DEFAULT_RESULTS: dict[str, Any] = {
 
 
 def plain_config(config: NodeConfig) -> dict[str, Any]:
-    """The values of a configuration without its secrets; ``config_from`` reverses it."""
+    """The values of a configuration without its secrets; ``config_from`` reverses it.
+
+    Without keys, a node may have addresses that other machines can reach only if it is insecure.
+    """
     known = options_of(NodeConfig)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     shown = {name: value for name, value in values.items() if name not in known or not known[name].is_secret}
+    shown["insecure"] = config.insecure or bool(config.keys)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}
 
 

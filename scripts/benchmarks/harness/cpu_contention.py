@@ -36,7 +36,7 @@ def cpu_time_s(root: int) -> float:
     used: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()
+            fields = path.read_bytes().rpartition(b")")[2].split()  # a name may be cut within a character
         except OSError:
             continue  # the process has just ended
         pid = int(path.parent.name)

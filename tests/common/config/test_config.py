@@ -170,12 +170,26 @@ def test_reachable_addresses_need_insecure_or_a_key():
     assert node("--advertise-host", "10.0.0.1", "--keys", "k", "--data-interface", "127.0.0.1").keys == "k"
 
 
+@pytest.mark.parametrize("flag", ["--advertise-host", "--data-interface"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_node_does_not_tell_others_an_address_that_means_all_of_its_own(flag, host):
+    with pytest.raises(ConfigError, match=f"{flag} {host} means every address of this machine: give the one"):
+        node(flag, host, "--insecure")
+
+
+def test_nixl_tells_the_addresses_of_a_node_itself():
+    assert node("--data-interface", "0.0.0.0", "--transport", "nixl", "--insecure").data_host == "0.0.0.0"
+
+
 def test_where_a_node_serves_its_metrics_can_be_set():
     assert (node().http_host, node().http_port) == ("127.0.0.1", 0)
     assert node("--http-port", "none").http_port is None
     assert (
         node("--http-host", "10.0.0.1", "--http-port", "9100").http_port == 9100
     )  # it shows no prompt, and keys stay on
+    for words in (("--http-host", "10.0.0.1"), ("--health-timeout", "60")):
+        with pytest.raises(ConfigError, match=f"{words[0]} has no effect with --http-port none; leave one out"):
+            node(*words, "--http-port", "none")
     with pytest.raises(ConfigError, match="--http-port must be a whole number"):
         node("--http-port", "off")
     with pytest.raises(ConfigError, match="--http-port 65534 is too high: the last node would get port 65536"):
@@ -322,12 +336,28 @@ def test_further_models_are_passed_to_child_processes():
         (["--also-serve", "baton-small=x"], "another model has the name baton-small"),
         (["--local-prefill", "sometimes"], "--local-prefill must be one of never, auto, always"),
         (["--local-prefill-threshold", "0"], "--local-prefill-threshold must be at least 1"),
+        (["--local-prefill-threshold", "9"], "--local-prefill-threshold has no effect without --local-prefill auto"),
         (["--revision", "main"], "--revision is for hub models"),
     ],
 )
 def test_impossible_models_and_local_prefill_are_refused(words, sentence):
     with pytest.raises(ConfigError, match=sentence):
         gateway(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [(["--auto-roles-per-hour", "2"], "--auto-roles"), (["--trace-sample-rate", "0.1"], "--otlp-endpoint")],
+)
+def test_an_option_of_the_gateway_that_needs_another_one_is_refused_without_it(words, needed):
+    with pytest.raises(ConfigError, match=f"{words[0]} has no effect without {needed}; add that"):
+        gateway(*words)
+
+
+@pytest.mark.parametrize("make", [gateway, node])
+def test_an_empty_address_of_etcd_is_refused(make):
+    with pytest.raises(ConfigError, match=r"--etcd must be URLs such as .*, not ''"):
+        make("--etcd", "")
 
 
 def test_a_port_below_zero_is_refused_by_serve_too():

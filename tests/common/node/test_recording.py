@@ -132,6 +132,13 @@ def test_a_recorded_configuration_lacks_only_secrets() -> None:
     assert "s3cret" not in str(plain_config(NodeConfig(role="decode", cluster_key="s3cret")))
 
 
+def test_a_recording_of_a_node_with_keys_can_be_replayed_without_them() -> None:
+    far = {"advertise_host": "10.0.0.1", "gateway": "10.0.0.2:8001"}
+    config = NodeConfig(role="decode", keys="/etc/baton/keys", cluster_key="s3cret", **far)
+    again = config_from(plain_config(config))
+    assert (again.advertise_host, again.gateway, again.keys) == ("10.0.0.1", "10.0.0.2:8001", None)
+
+
 def test_recording_with_page_checksums_is_refused() -> None:
     with pytest.raises(ConfigError, match="--record and --kv-checksum exclude each other"):
         NodeConfig(role="decode", record="x", kv_checksum="all")

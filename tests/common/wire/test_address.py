@@ -4,7 +4,7 @@ import pytest
 import zmq
 
 from common.errors import ConfigError
-from common.wire.address import host_and_port
+from common.wire.address import host_and_port, zmq_endpoint
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,9 @@ def test_zmq_dials_what_is_taken(text: str) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(f"tcp://{text}")
+
+
+def test_localhost_is_the_same_address_to_listen_at_and_to_dial() -> None:
+    assert zmq_endpoint("localhost:8001") == "tcp://127.0.0.1:8001"
+    assert zmq_endpoint("[::1]:*") == "tcp://[::1]:*"
+    assert zmq_endpoint("gateway.lan:8001") == "tcp://gateway.lan:8001"

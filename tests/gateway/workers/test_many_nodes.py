@@ -72,6 +72,18 @@ async def test_prefill_nodes_that_come_together_are_announced_together(folder):
         assert sorted(peer.name for peer in message.nodes) == [f"p{number}" for number in range(8)]
 
 
+async def test_prefill_nodes_beyond_what_a_message_holds_are_not_announced(folder, monkeypatch):
+    monkeypatch.setattr("gateway.workers.control_plane.MAX_PREFILL_NODES", 2)
+    async with running(folder) as stack:
+        for number in range(3):
+            await stack.node("prefill", name=f"p{number}")
+        decode = await stack.node("decode")
+        await decode.until(lambda: any(isinstance(message, PrefillNodes) for message in decode.received))
+        for message in decode.received:
+            if isinstance(message, PrefillNodes):
+                assert [peer.name for peer in message.nodes] == ["p0", "p1"]
+
+
 async def test_the_list_of_nodes_comes_in_parts_and_leaves_out_pairs_that_work_if_there_are_very_many(
     folder, monkeypatch
 ):

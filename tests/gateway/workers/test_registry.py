@@ -118,6 +118,7 @@ def test_a_node_with_another_tokenizer_is_refused_and_one_without_is_not() -> No
         ({"layout": LayoutMessage(2, 2, 16, 16, "bfloat16")}, "page layout"),
         ({"layout": LayoutMessage(2, 1, 16, 32, "float32")}, "kv heads 1 and 2 must be equal"),
         ({"transports": ("tcp",)}, "no transport in common"),
+        ({"num_ranks": 3}, "node d2 is broken: 2 kv heads cannot be divided among 3 ranks"),
         ({"vocab_size": 300}, "tokenizer has 320"),
     ],
 )
