@@ -431,7 +431,7 @@ class PrefillScheduler:
         if not self._ordering.rules.is_enabled or not self._waiting:
             return None
         ungranted = self._ungranted()
-        if self._ordering.may_preempt_any(max(map(self._ordering.priority, self._waiting.values())), ungranted):
+        if self._ordering.may_preempt_any(self._waiting.highest_priority, ungranted):
             first = self._ordering.sort(list(self._waiting.values()), now)[0]
             weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim, now)]
             if weaker and self._sharing().holder_of(first, self._cache) is None:
