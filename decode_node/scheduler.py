@@ -227,7 +227,7 @@ class DecodeScheduler:
             self._reservations.withdraw(request, arrived)
         self._queue.short.pop(key, None)
         self._stopping.pop(key, None)
-        release(self._cache, self._allocator, request, keep=True)
+        release(self._cache, self._allocator, request)
         return request
 
     def stop_decoding(self, key: RequestKey) -> None:

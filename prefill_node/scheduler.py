@@ -227,8 +227,7 @@ class PrefillScheduler:
         del self._states[key]
         self._first.pop(key, None)
         self.grammars.leave(request)
-        # Its whole pages went to the cache chunk by chunk, except where the cache lacked window pages.
-        release(self._cache, self._allocator, request, keep=self._allocator.window_pages is not None)
+        release(self._cache, self._allocator, request)
 
     def take_effects(self) -> list[Effect]:
         """The effects since the last call, in order."""
@@ -505,7 +504,7 @@ class PrefillScheduler:
     def _retract(self, request: Request, now: float, reason: str, other: Request) -> None:
         """Take the pages back and queue the request first again. Its KV stays cached while there is room."""
         self._leave_batch(request.key)
-        release(self._cache, self._allocator, request, keep=True)
+        release(self._cache, self._allocator, request)
         request.stages.interrupt("retracted", now)
         request.output.clear()
         request.prompt_logprobs.clear()

@@ -197,7 +197,7 @@ def test_a_long_prompt_is_cut_at_pages_and_its_memory_is_allocated_at_once() -> 
         assert adder.total_left == pool.num_tokens
         compute(pool, adder)
     assert len(long.own) == 1
-    release(pool.cache, pool.allocator, long, keep=True)
+    release(pool.cache, pool.allocator, long)
     assert pool.cache.num_evictable_pages == 6
     pool.check()
 
@@ -301,7 +301,7 @@ def test_budgets_hold_all_requests_end_and_all_pages_return(
         for part in adder.chunks:
             if part.is_last or data.draw(st.integers(0, 9)) == 0:
                 going.remove(part.request)
-                release(pool.cache, pool.allocator, part.request, keep=data.draw(st.booleans()))
+                release(pool.cache, pool.allocator, part.request)
                 if not part.is_last:
                     waiting.insert(0, part.request)
                 pool.check()
