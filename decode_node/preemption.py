@@ -149,7 +149,7 @@ class Preemptor:
         if num_able < 2:
             return None
         return min(
-            held or [*table.running.values(), *table.paused.values()],
+            held or [*table.running.values(), *table.paused.values(), *table.ready.values()],
             key=lambda r: (
                 ordering.retraction_rank(r) if self._is_by_priority else (0.0, 0.0),
                 len(r.output),
