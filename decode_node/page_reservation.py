@@ -54,6 +54,7 @@ class PageReservations:
         self._cache = cache
         self._allocator = allocator
         self.by_key: dict[RequestKey, Reservation] = {}
+        self._num_claimed = 0  # pages that earlier requests of this pass get once outstanding steps have ended
 
     @property
     def page_size(self) -> int:
@@ -127,6 +128,10 @@ class PageReservations:
         window_pages = self._allocator.window_pages
         return (0, 0) if window_pages is None else (window_pages.num_free, window_pages.num_unreserved)
 
+    def begin_pass(self) -> None:
+        """The calls of ``reserve`` that follow are for the whole queue, from its front."""
+        self._num_claimed = 0
+
     def reserve(
         self, request: Request, *, spare_tokens: int, spare_windowed: int = 0
     ) -> Reservation | AllocationFailure:
@@ -182,8 +187,12 @@ class PageReservations:
 
     def _allocate(self, count: int) -> list[int] | None:
         """``count`` pages. None while pages evicted for them linger, since an outstanding step may read them."""
-        self._cache.evict(count - self._allocator.num_free)
-        return self._allocator.alloc(count, Owner.GRANT)
+        allocator = self._allocator
+        self._cache.evict(self._num_claimed + count - allocator.num_free - allocator.num_lingering)
+        pages = allocator.alloc(count, Owner.GRANT)
+        if pages is None:
+            self._num_claimed += count
+        return pages
 
     def awaited_from(self, request: Request) -> RequestKey | None:
         """The request whose transfer brings the prefix that this request waits for."""

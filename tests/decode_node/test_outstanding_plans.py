@@ -128,6 +128,22 @@ def test_lingering_pages_prevent_further_retractions() -> None:
     assert len(plan_of(node).rows) == 2
 
 
+def test_no_more_of_the_cache_is_evicted_for_waiting_requests_than_they_need_while_a_step_runs() -> None:
+    node = DecodeNode(num_pages=20)
+    node.run_in("old", 40, new=2)
+    node.step()
+    ready(node, "running", 39)
+    assert (node.cache.num_pages, node.allocator.num_free) == (10 + 9, 0)
+    plan = plan_of(node)
+    for rid in ("a", "b"):
+        node.submit(rid, 8)
+    for _ in range(5):  # after each event, such as a message
+        assert node.grant() == []
+    assert (node.cache.num_pages, node.allocator.num_lingering) == (10 + 9 - 4, 4)
+    commit(node, plan)
+    assert node.grant() == ["a", "b"]
+
+
 def test_steps_are_committed_in_the_order_of_their_plans() -> None:
     node = DecodeNode()
     ready(node, "a", 6)
