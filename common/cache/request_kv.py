@@ -38,7 +38,7 @@ def cache_computed(cache: RadixCache, request: Request) -> None:
 
 def adds_to_cache(cache: RadixCache, request: Request) -> bool:
     """Whether the request's next whole page will enter the cache: the cache does not have its tokens yet."""
-    if request.is_wrapped:
+    if request.is_wrapped or not cache.is_enabled:
         return False
     num_tokens = (len(request.pages) - len(request.own) + 1) * cache.page_size
     return request.num_tokens >= num_tokens and not cache.has_all(packed_tokens(request, num_tokens), request.salt)

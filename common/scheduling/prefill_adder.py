@@ -22,7 +22,7 @@ from enum import Enum, auto
 from common.cache.kv_window import KVWindow, ring_table
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import Match, RadixCache, TreeNode
-from common.cache.request_kv import packed_tokens
+from common.cache.request_kv import adds_to_cache, packed_tokens
 from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within
@@ -183,6 +183,10 @@ class PrefillAdder:
         self._ratio = ratio
         self._kv_window = kv_window or KVWindow(cache.page_size)
         self._decodes = decodes
+
+    def adds_to_cache(self, request: Request) -> bool:
+        """Whether other requests will find what this one computes; see ``request_kv.adds_to_cache``."""
+        return adds_to_cache(self._cache, request)
 
     @property
     def tokens_left(self) -> int | None:
