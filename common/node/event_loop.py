@@ -340,7 +340,8 @@ class EventLoop:
             longest_s = min(longest_s, DEPARTURE_CHECK_S)
         if self._has_load_to_report:
             longest_s = min(longest_s, max(0.0, self._next_load_at - self._clock.now()))
-        self._poller.poll(math.ceil(longest_s * 1_000))
+        if self._wake in dict(self._poller.poll(math.ceil(longest_s * 1_000))):
+            os.eventfd_read(self._wake)
 
     # ---- receiving --------------------------------------------------------------------------------------------------
 
@@ -435,8 +436,7 @@ class EventLoop:
         """Outputs that another gateway continues. They end here, and the gateway that had them is told."""
         outputs: list[KeptOutput] = []
         for digest in message.keys:
-            found = self._owners.find(digest)
-            if found is None:
+            if (found := self._owners.find(digest)) is None:
                 continue
             (rid, attempt), owned = found
             outputs.append(KeptOutput(digest, owned.output, owned.finish))

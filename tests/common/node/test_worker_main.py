@@ -280,6 +280,14 @@ def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> N
     assert role.seen == (0, True)
 
 
+def test_a_drain_wakes_the_loop_once() -> None:
+    with node_of(Watched()) as node:
+        node.drain(60.0)
+        node._wait(60.0)
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(node._wake)
+
+
 @pytest.mark.parametrize(("step", "expected"), [(1, (0, ErrorCode.SHUTTING_DOWN)), (13, (1, ErrorCode.INTERNAL))])
 def test_requests_are_told_whether_their_node_stops_or_has_failed(
     step: int, expected: tuple[int, ErrorCode], monkeypatch: pytest.MonkeyPatch
