@@ -485,7 +485,21 @@ class DecodeScheduler:
                     self._ratio.retracted(list(self._table.running.values()))
                 else:
                     break
+        if self._steps and not self._kv_window.is_bounded:
+            self._evict_for_next_step(num_awaited)
         return grown
+
+    def _evict_for_next_step(self, num_awaited: int) -> None:
+        """Evict the pages that the next step enters, which are free once the outstanding step has ended.
+
+        Args:
+            num_awaited: lingering pages that this step waits for.
+        """
+        allocator, page_size = self._allocator, self._cache.page_size
+        num_ready = allocator.num_free + allocator.num_lingering - num_awaited
+        if num_ready < len(self._table.running):
+            entering = [r for r in self._table.running.values() if len(r.pages) * page_size == r.num_scheduled + 1]
+            self._cache.evict(sum(r.num_left > r.num_sampling + 1 for r in entering) - num_ready)
 
     def _allocate_page(self, num_awaited: int) -> list[int] | None:
         if not self._allocator.num_free and self._allocator.num_lingering <= num_awaited:

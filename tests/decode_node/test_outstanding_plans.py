@@ -54,6 +54,21 @@ def test_a_page_is_allocated_for_a_token_that_an_outstanding_step_samples() -> N
     assert (delta.first, delta.pages) == (2, (request.pages[2],))
 
 
+def test_every_row_is_in_every_step_while_pages_can_be_evicted() -> None:
+    node = DecodeNode(num_pages=20)
+    node.run_in("old", 40, new=2)
+    node.step()
+    ready(node, "a", 21, new=20)
+    ready(node, "b", 13, new=20)
+    assert (node.cache.num_evictable_pages, node.allocator.num_free) == (10, 0)
+    plans = [plan_of(node), plan_of(node)]
+    for _ in range(14):  # in which each request enters four pages
+        assert len(plans[-1].rows) == 2
+        commit(node, plans.pop(0))
+        plans.append(plan_of(node))
+    assert node.cache.num_pages == 10 + 5 + 3 - 8, "more of the cache was evicted than the requests needed"
+
+
 def test_no_token_beyond_the_longest_output_is_scheduled() -> None:
     node = DecodeNode()
     ready(node, "a", 6, new=3)  # the first token came with the prompt
