@@ -105,7 +105,7 @@ class PageReservations:
             is_here: the request is computed here.
         """
         match = self.match(request, is_here=is_here)
-        num_pages = -(-num_tokens // self.page_size) - len(match.pages) - self._allocator.num_lingering
+        num_pages = -(-num_tokens // self.page_size) - len(match.pages)
         return not has_room(
             self._cache,
             self._allocator,

@@ -458,53 +458,34 @@ class DecodeScheduler:
 
         A request first uses again a page of its own that no further token sees.
 
-        A request gets no page now if one lingers for it until an outstanding step is committed, or if all other pages
-        are being received or extended.
+        A request gets no page now if all other pages are being received or extended.
         """
         grown = []
-        num_awaited = 0  # lingering pages that earlier requests wait for
         page_size = self._cache.page_size
         full = [r for r in self._growing() if len(r.pages) * page_size <= r.num_scheduled]
         for request in self._ordering.by_effective_priority(full):
             while request.key in self._table.running and len(request.pages) * page_size <= request.num_scheduled:
                 if reuse_page(self._kv_window, request):
                     grown.append(request)
-                elif pages := self._allocate_page(num_awaited):
+                elif pages := self._allocate_page():
                     request.pages += pages
                     request.own += pages
                     if self._allocator.window_pages is not None:
                         # A pause takes back what is scheduled and not computed.
                         self._allocator.window_pages.advance(request, request.num_computed, request.num_scheduled + 1)
                     grown.append(request)
-                elif self._allocator.num_lingering > num_awaited:
-                    num_awaited += 1
-                    break
                 elif victim := self._preemptor.victim():
                     num_pages = len(set(victim.pages))  # a page of a ring is in the table several times
                     self._preemptor.retract(victim, now, "a running request needs its {} pages", num_pages)
                     self._ratio.retracted(list(self._table.running.values()))
                 else:
                     break
-        if self._steps and not self._kv_window.is_bounded:
-            self._evict_for_next_step(num_awaited)
         return grown
 
-    def _evict_for_next_step(self, num_awaited: int) -> None:
-        """Evict the pages that the next step enters, which are free once the outstanding step has ended.
-
-        Args:
-            num_awaited: lingering pages that this step waits for.
-        """
-        allocator, page_size = self._allocator, self._cache.page_size
-        num_ready = allocator.num_free + allocator.num_lingering - num_awaited
-        if num_ready < len(self._table.running):
-            entering = [r for r in self._table.running.values() if len(r.pages) * page_size == r.num_scheduled + 1]
-            self._cache.evict(sum(r.num_left > r.num_sampling + 1 for r in entering) - num_ready)
-
-    def _allocate_page(self, num_awaited: int) -> list[int] | None:
-        if not self._allocator.num_free and self._allocator.num_lingering <= num_awaited:
+    def _allocate_page(self) -> list[int] | None:
+        if not self._allocator.num_for_steps:
             self._cache.evict(1)
-        return self._allocator.alloc(1, Owner.REQUEST)
+        return self._allocator.alloc_for_step(1)
 
     def chunks(self, plan: StepPlan) -> Sequence[Chunk]:
         """The chunks of the plan that was made last."""

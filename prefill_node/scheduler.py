@@ -311,7 +311,7 @@ class PrefillScheduler:
         return () if window_pages is None else window_pages.deltas(admitted, [chunk.request for chunk in chunks])
 
     def _adder(self) -> PrefillAdder:
-        num_available = self._allocator.num_free + self._cache.num_evictable_pages
+        num_available = self._allocator.num_for_steps + self._cache.num_evictable_pages
         budgets = Budgets(
             total_tokens=num_available * self._cache.page_size + 1,
             input_tokens=self._limits.max_prefill_tokens,
@@ -461,13 +461,8 @@ class PrefillScheduler:
         self._totals["preemptions"] += len(victims)
 
     def _retract_for(self, request: Request, candidates: list[Request], now: float, reason: str) -> Sequence[Request]:
-        """Retract as many candidates as it takes, or none if all of them would not be enough; returns them.
-
-        Pages that linger until an outstanding step is committed count as free: another victim would not bring pages
-        any sooner.
-        """
+        """Retract as many candidates as it takes, or none if all of them would not be enough; returns them."""
         num_pages, prefix = self._needs(request)
-        num_pages -= self._allocator.num_lingering
         victims = victims_for(
             self._cache,
             self._allocator,

@@ -328,12 +328,11 @@ class PrefillAdder:
             and window_pages.needs(request, decodes=self._decodes) > window_pages.num_unreserved
         ):
             return None
-        missing = count - self._allocator.num_free
+        missing = count - self._allocator.num_for_steps
         if missing > self._cache.num_evictable_pages:
             return None
-        if missing > 0:
-            self._cache.evict(missing - self._allocator.num_lingering)  # lingering pages come back by themselves
-        return self._allocator.alloc(count, Owner.REQUEST)
+        self._cache.evict(missing)
+        return self._allocator.alloc_for_step(count)
 
     def _may_spend(self, request: Request, match: Match, num_tokens: int) -> bool:
         """Test the total budget; the prefix must be locked. ``num_tokens`` is the size of the new pages."""
@@ -366,7 +365,7 @@ class PrefillAdder:
         mine = Growth(
             *(request.num_tokens, num_held, self._expected(request), num_private), is_late=True, max_pages=max_pages
         )
-        num_available = self._allocator.num_free + self._cache.num_evictable_pages - count
+        num_available = self._allocator.num_for_steps + self._cache.num_evictable_pages - count
         return fits([*others, mine], num_available, self.page_size)
 
     def _growth(self, request: Request, *, is_late: bool) -> Growth:

@@ -132,15 +132,13 @@ def test_a_late_result_of_a_paused_request_is_dropped_after_it_resumes() -> None
     assert low.output == [7, 3]
 
 
-def test_lingering_pages_prevent_further_retractions() -> None:
+def test_the_pages_of_one_retracted_request_serve_the_next_step_at_once() -> None:
     node = DecodeNode(num_pages=6, rules=PriorityRules())
     for rid in ("a", "b", "c"):
         ready(node, rid, 7).expected_output = 1  # two pages each, both full after one more token
-    first = plan_of(node)
-    assert node.scheduler.plan(node.now) is None, "a step was planned although no page is free"
+    first, second = plan_of(node), plan_of(node)
     assert len(node.table.retracted) == 1, "more requests were retracted than necessary"
-    commit(node, first)
-    assert len(plan_of(node).rows) == 2
+    assert len(commit(node, first)) == len(second.rows) == len(commit(node, second)) == 2
 
 
 def test_no_more_of_the_cache_is_evicted_for_waiting_requests_than_they_need_while_a_step_runs() -> None:
