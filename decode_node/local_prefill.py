@@ -139,7 +139,7 @@ class LocalPrefill:
 
     def _adder(self) -> PrefillAdder:
         holders = self._table.holders()
-        total = (self._allocator.num_free + self._cache.num_evictable_pages) * self._cache.page_size
+        total = (self._allocator.num_for_steps + self._cache.num_evictable_pages) * self._cache.page_size
         if holders:
             total -= self._queue.expected(holders)
         else:

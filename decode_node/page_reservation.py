@@ -54,6 +54,7 @@ class PageReservations:
         self._cache = cache
         self._allocator = allocator
         self.by_key: dict[RequestKey, Reservation] = {}
+        self._num_claimed = 0  # pages that earlier requests of this pass get once outstanding steps have ended
 
     @property
     def page_size(self) -> int:
@@ -104,7 +105,7 @@ class PageReservations:
             is_here: the request is computed here.
         """
         match = self.match(request, is_here=is_here)
-        num_pages = -(-num_tokens // self.page_size) - len(match.pages) - self._allocator.num_lingering
+        num_pages = -(-num_tokens // self.page_size) - len(match.pages)
         return not has_room(
             self._cache,
             self._allocator,
@@ -126,6 +127,10 @@ class PageReservations:
         """Window pages that a peer may write to now, and window pages that can be reserved."""
         window_pages = self._allocator.window_pages
         return (0, 0) if window_pages is None else (window_pages.num_free, window_pages.num_unreserved)
+
+    def begin_pass(self) -> None:
+        """The calls of ``reserve`` that follow are for the whole queue, from its front."""
+        self._num_claimed = 0
 
     def reserve(
         self, request: Request, *, spare_tokens: int, spare_windowed: int = 0
@@ -182,8 +187,12 @@ class PageReservations:
 
     def _allocate(self, count: int) -> list[int] | None:
         """``count`` pages. None while pages evicted for them linger, since an outstanding step may read them."""
-        self._cache.evict(count - self._allocator.num_free)
-        return self._allocator.alloc(count, Owner.GRANT)
+        allocator = self._allocator
+        self._cache.evict(self._num_claimed + count - allocator.num_free - allocator.num_lingering)
+        pages = allocator.alloc(count, Owner.GRANT)
+        if pages is None:
+            self._num_claimed += count
+        return pages
 
     def awaited_from(self, request: Request) -> RequestKey | None:
         """The request whose transfer brings the prefix that this request waits for."""

@@ -224,6 +224,7 @@ class PreallocQueue:
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
         ahead: list[Request] = []  # computed here; no later request may take their pages, or slots before them
         self.short.clear()
+        self._reservations.begin_pass()
         for request in self.sort(now):
             if skip_ahead.is_closed or self.is_full_for(request):
                 break

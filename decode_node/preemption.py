@@ -98,7 +98,7 @@ class Preemptor:
 
     def retract(self, request: Request, now: float, reason: str, *args: object) -> None:
         """Take the pages of a request; its KV stays cached while there is room."""
-        release(self._cache, self._allocator, request, keep=True)
+        release(self._cache, self._allocator, request)
         request.stages.interrupt("retracted", now)
         request.prompt_logprobs.clear()  # the prompt is computed again
         self._table.move(request, Event.RETRACT, with_slot=False)
@@ -149,7 +149,7 @@ class Preemptor:
         if num_able < 2:
             return None
         return min(
-            held or [*table.running.values(), *table.paused.values()],
+            held or [*table.running.values(), *table.paused.values(), *table.ready.values()],
             key=lambda r: (
                 ordering.retraction_rank(r) if self._is_by_priority else (0.0, 0.0),
                 len(r.output),

@@ -523,14 +523,7 @@ class DecodeRole:
         return self._scheduler.requests
 
     def load(self) -> Load:
-        num_waiting = self._scheduler.num_waiting
-        return Load(
-            num_waiting=num_waiting,
-            num_running=len(self._scheduler.requests) - num_waiting,
-            num_free_pages=self._allocator.num_free,
-            num_cached_pages=self._cache.num_pages,
-            num_quarantined_pages=self._allocator.count(Owner.QUARANTINE),
-        )
+        return Load.of(self._scheduler.requests, self._scheduler.num_waiting, self._cache)
 
     def gauges(self) -> dict[str, float]:
         return {

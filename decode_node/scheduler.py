@@ -227,7 +227,7 @@ class DecodeScheduler:
             self._reservations.withdraw(request, arrived)
         self._queue.short.pop(key, None)
         self._stopping.pop(key, None)
-        release(self._cache, self._allocator, request, keep=True)
+        release(self._cache, self._allocator, request)
         return request
 
     def stop_decoding(self, key: RequestKey) -> None:
@@ -458,27 +458,22 @@ class DecodeScheduler:
 
         A request first uses again a page of its own that no further token sees.
 
-        A request gets no page now if one lingers for it until an outstanding step is committed, or if all other pages
-        are being received or extended.
+        A request gets no page now if all other pages are being received or extended.
         """
         grown = []
-        num_awaited = 0  # lingering pages that earlier requests wait for
         page_size = self._cache.page_size
         full = [r for r in self._growing() if len(r.pages) * page_size <= r.num_scheduled]
         for request in self._ordering.by_effective_priority(full):
             while request.key in self._table.running and len(request.pages) * page_size <= request.num_scheduled:
                 if reuse_page(self._kv_window, request):
                     grown.append(request)
-                elif pages := self._allocate_page(num_awaited):
+                elif pages := self._allocate_page():
                     request.pages += pages
                     request.own += pages
                     if self._allocator.window_pages is not None:
                         # A pause takes back what is scheduled and not computed.
                         self._allocator.window_pages.advance(request, request.num_computed, request.num_scheduled + 1)
                     grown.append(request)
-                elif self._allocator.num_lingering > num_awaited:
-                    num_awaited += 1
-                    break
                 elif victim := self._preemptor.victim():
                     num_pages = len(set(victim.pages))  # a page of a ring is in the table several times
                     self._preemptor.retract(victim, now, "a running request needs its {} pages", num_pages)
@@ -487,10 +482,10 @@ class DecodeScheduler:
                     break
         return grown
 
-    def _allocate_page(self, num_awaited: int) -> list[int] | None:
-        if not self._allocator.num_free and self._allocator.num_lingering <= num_awaited:
+    def _allocate_page(self) -> list[int] | None:
+        if not self._allocator.num_for_steps:
             self._cache.evict(1)
-        return self._allocator.alloc(1, Owner.REQUEST)
+        return self._allocator.alloc_for_step(1)
 
     def chunks(self, plan: StepPlan) -> Sequence[Chunk]:
         """The chunks of the plan that was made last."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from common.cache.page_allocator import Owner, PageAllocator
+from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.errors import RECOVERABLE, ErrorCode, RequestError
 from common.node.gateways.outbox import Outbox
@@ -324,14 +324,7 @@ class PrefillRole:
         return self._scheduler.requests
 
     def load(self) -> Load:
-        num_waiting = self._scheduler.num_waiting
-        return Load(
-            num_waiting=num_waiting,
-            num_running=len(self._scheduler.requests) - num_waiting,
-            num_free_pages=self._allocator.num_free,
-            num_cached_pages=self._cache.num_pages,
-            num_quarantined_pages=self._allocator.count(Owner.QUARANTINE),
-        )
+        return Load.of(self._scheduler.requests, self._scheduler.num_waiting, self._cache)
 
     def gauges(self) -> dict[str, float]:
         evictable = {"evictable_pages": float(self._cache.num_evictable_pages)}

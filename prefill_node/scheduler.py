@@ -227,8 +227,7 @@ class PrefillScheduler:
         del self._states[key]
         self._first.pop(key, None)
         self.grammars.leave(request)
-        # Its whole pages went to the cache chunk by chunk, except where the cache lacked window pages.
-        release(self._cache, self._allocator, request, keep=self._allocator.window_pages is not None)
+        release(self._cache, self._allocator, request)
 
     def take_effects(self) -> list[Effect]:
         """The effects since the last call, in order."""
@@ -312,7 +311,7 @@ class PrefillScheduler:
         return () if window_pages is None else window_pages.deltas(admitted, [chunk.request for chunk in chunks])
 
     def _adder(self) -> PrefillAdder:
-        num_available = self._allocator.num_free + self._cache.num_evictable_pages
+        num_available = self._allocator.num_for_steps + self._cache.num_evictable_pages
         budgets = Budgets(
             total_tokens=num_available * self._cache.page_size + 1,
             input_tokens=self._limits.max_prefill_tokens,
@@ -431,7 +430,7 @@ class PrefillScheduler:
         if not self._ordering.rules.is_enabled or not self._waiting:
             return None
         ungranted = self._ungranted()
-        if self._ordering.may_preempt_any(max(map(self._ordering.priority, self._waiting.values())), ungranted):
+        if self._ordering.may_preempt_any(self._waiting.highest_priority, ungranted):
             first = self._ordering.sort(list(self._waiting.values()), now)[0]
             weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim, now)]
             if weaker and self._sharing().holder_of(first, self._cache) is None:
@@ -462,13 +461,8 @@ class PrefillScheduler:
         self._totals["preemptions"] += len(victims)
 
     def _retract_for(self, request: Request, candidates: list[Request], now: float, reason: str) -> Sequence[Request]:
-        """Retract as many candidates as it takes, or none if all of them would not be enough; returns them.
-
-        Pages that linger until an outstanding step is committed count as free: another victim would not bring pages
-        any sooner.
-        """
+        """Retract as many candidates as it takes, or none if all of them would not be enough; returns them."""
         num_pages, prefix = self._needs(request)
-        num_pages -= self._allocator.num_lingering
         victims = victims_for(
             self._cache,
             self._allocator,
@@ -505,7 +499,7 @@ class PrefillScheduler:
     def _retract(self, request: Request, now: float, reason: str, other: Request) -> None:
         """Take the pages back and queue the request first again. Its KV stays cached while there is room."""
         self._leave_batch(request.key)
-        release(self._cache, self._allocator, request, keep=True)
+        release(self._cache, self._allocator, request)
         request.stages.interrupt("retracted", now)
         request.output.clear()
         request.prompt_logprobs.clear()

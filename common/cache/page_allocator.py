@@ -2,8 +2,8 @@
 
 A page has exactly one ``Owner``, which keeps it as long as a request or a transfer needs it (a request's pages stay
 until their transfer is over). A freed page returns to the free list at once if no step is in flight. Otherwise the page
-*lingers*: it has no owner, and is not allocated again until every step that began before the free has ended, since such
-a step may still read or write it.
+*lingers*: it has no owner, and is granted to no transfer until every step that began before the free has ended, since
+such a step may still read or write it. A later step may have it at once, since steps run one after another.
 
 Operations are all or nothing, and assert their arguments: a page that is freed twice, or freed for the wrong owner,
 fails here and not as garbage in another request. ``check()`` verifies all counts from scratch.
@@ -69,6 +69,11 @@ class PageAllocator:
         return len(self._stack)
 
     @property
+    def num_for_steps(self) -> int:
+        """Pages that ``alloc_for_step`` can return now."""
+        return len(self._stack) + self.num_lingering
+
+    @property
     def last_step(self) -> int:
         """The highest number of a step so far; steps begin with 1."""
         return self._steps[-1] if self._steps else self._last_ended
@@ -100,6 +105,21 @@ class PageAllocator:
         self._counts[Owner.FREE] -= count
         self._counts[owner] += count
         return pages
+
+    def alloc_for_step(self, count: int) -> list[int] | None:
+        """Allocate ``count`` pages for requests of the next step, free ones first; None if there are fewer."""
+        missing = count - len(self._stack)
+        if missing > self.num_lingering:
+            return None
+        while missing > 0:
+            step, pages = self._lingering.popleft()
+            taken, left = pages[:missing], pages[missing:]
+            if left:
+                self._lingering.appendleft((step, left))
+            self._stack += taken
+            self.num_lingering -= len(taken)
+            missing -= len(taken)
+        return self.alloc(count, Owner.REQUEST)
 
     def move(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
         assert Owner.FREE not in (source, target)

@@ -38,23 +38,23 @@ def cache_computed(cache: RadixCache, request: Request) -> None:
 
 def adds_to_cache(cache: RadixCache, request: Request) -> bool:
     """Whether the request's next whole page will enter the cache: the cache does not have its tokens yet."""
-    if request.is_wrapped:
+    if request.is_wrapped or not cache.is_enabled:
         return False
     num_tokens = (len(request.pages) - len(request.own) + 1) * cache.page_size
     return request.num_tokens >= num_tokens and not cache.has_all(packed_tokens(request, num_tokens), request.salt)
 
 
-def release(cache: RadixCache, allocator: PageAllocator, request: Request, *, keep: bool) -> None:
-    """Release all pages of a request that is finished, aborted, retracted or paused. Idempotent.
+def release(cache: RadixCache, allocator: PageAllocator, request: Request) -> None:
+    """Release all pages of a request that is finished, aborted or retracted. Idempotent.
 
-    With ``keep``, its full computed pages are inserted into the cache first. The request keeps its tokens.
+    Its full computed pages are inserted into the cache first, as far as they are its own. The request keeps its tokens.
     """
     window_pages = allocator.window_pages
     if window_pages is not None:
         window_pages.release(request)
-    if keep and not request.is_wrapped:
-        num_tokens = request.num_computed // cache.page_size * cache.page_size
-        num_kept = _insert(cache, request, packed_tokens(request, num_tokens)).first_adopted
+    num_full = request.num_computed // cache.page_size
+    if num_full > len(request.pages) - len(request.own) and not request.is_wrapped:
+        num_kept = _insert(cache, request, packed_tokens(request, num_full * cache.page_size)).first_adopted
         if window_pages is not None and num_kept:
             _complete(cache, window_pages, request, num_kept)
     allocator.free(request.own, Owner.REQUEST)

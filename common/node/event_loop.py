@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
+from msgspec import structs
 
 from common.clock import Clock
 from common.config.shared import Role as RoleName
@@ -127,9 +128,7 @@ class EventLoop:
         self._profiling: GatewayLink | None = None  # the gateway that has asked for the last profile
         self._owners = RequestOwners(orphan_timeout_s)
         self._next_heartbeat_at = self._next_load_at = 0.0
-        self._is_stopping = False
-        self._is_checked = True
-        self._num_failed_checks = 0
+        self._is_stopping, self._is_checked, self._num_failed_checks = False, True, 0
         self.turned_at = clock.now()
         self.snapshots: tuple[Snapshot, ...] = ()
         self.next_role: RoleName | None = None
@@ -137,7 +136,9 @@ class EventLoop:
         self._is_empty = False  # nothing is left here, as every gateway knows
         self._drain_s: float | None = None  # a drain that was asked for and has not begun
         self._poller = zmq.Poller()
-        self._links = GatewayLinks(gateways, endpoint, register=register, clock=clock, poller=self._poller, room=room)
+        self._links = GatewayLinks(
+            *(gateways, endpoint), register=self._describe, clock=clock, poller=self._poller, room=room
+        )
         self._sources = PrefillConnections(endpoint, self._poller)
         for socket in self._listen.sockets:
             self._poller.register(socket, zmq.POLLIN)
@@ -242,12 +243,15 @@ class EventLoop:
 
     # ---- leaving a role ---------------------------------------------------------------------------------------------
 
+    def _describe(self) -> Register:
+        return structs.replace(self._register(), is_draining=self._departure is not None)
+
     def _change_role(self, link: GatewayLink, message: ChangeRole, now: float) -> None:
         """Begin to leave the role, or say why not."""
         register = self._register()
         problem = register.fixed_role
         if self._departure is not None:
-            problem = f"node {register.name} is changing its role already"
+            problem = f"node {register.name} is draining or changing its role already"
         elif message.role == register.role:
             problem = f"node {register.name} is a {message.role} node already"
         link.send(Done(problem, message.number))
@@ -257,9 +261,7 @@ class EventLoop:
             self._links.send_to_all(Deregister())
 
     def _begin_drain(self, timeout_s: float, now: float) -> None:
-        self._drain_s = None
-        load = self._role.load()
-        num_left = load.num_waiting + load.num_running
+        self._drain_s, num_left = None, len(self._role.requests())
         log.info("draining: taking no new requests, and stopping in %g s or when %d have ended", timeout_s, num_left)
         self._departure = Departure(None, now + timeout_s)
         self._links.send_to_all(Deregister())
@@ -338,7 +340,8 @@ class EventLoop:
             longest_s = min(longest_s, DEPARTURE_CHECK_S)
         if self._has_load_to_report:
             longest_s = min(longest_s, max(0.0, self._next_load_at - self._clock.now()))
-        self._poller.poll(math.ceil(longest_s * 1_000))
+        if self._wake in dict(self._poller.poll(math.ceil(longest_s * 1_000))):
+            os.eventfd_read(self._wake)
 
     # ---- receiving --------------------------------------------------------------------------------------------------
 
@@ -370,7 +373,7 @@ class EventLoop:
             self._next_heartbeat_at = now
             if self._departure is not None:
                 self._departure.registered()
-                link.send(Deregister())
+                link.send(Deregister())  # the gateway may have dropped one that came while it looked for a namesake
             if self._adapters.has_changed:  # since the registration was sent, perhaps
                 link.send(self._adapters.state)
         elif isinstance(message, HeartbeatAck):
@@ -433,8 +436,7 @@ class EventLoop:
         """Outputs that another gateway continues. They end here, and the gateway that had them is told."""
         outputs: list[KeptOutput] = []
         for digest in message.keys:
-            found = self._owners.find(digest)
-            if found is None:
+            if (found := self._owners.find(digest)) is None:
                 continue
             (rid, attempt), owned = found
             outputs.append(KeptOutput(digest, owned.output, owned.finish))

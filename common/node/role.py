@@ -210,6 +210,17 @@ class Load:
     num_cached_pages: int
     num_quarantined_pages: int
 
+    @classmethod
+    def of(cls, requests: Mapping[RequestKey, Request], num_waiting: int, cache: RadixCache) -> "Load":
+        """The load of these requests, of which ``num_waiting`` hold no pages."""
+        return cls(
+            num_waiting=num_waiting,
+            num_running=len(requests) - num_waiting,
+            num_free_pages=cache.allocator.num_free,
+            num_cached_pages=cache.num_pages,
+            num_quarantined_pages=cache.allocator.count(Owner.QUARANTINE),
+        )
+
 
 class Role(Protocol):
     """A prefill or decode role. Every call is one event; ``outbox`` holds afterwards what is to be sent."""

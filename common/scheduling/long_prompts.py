@@ -213,8 +213,9 @@ class _SharedStep:
         """
         if request is urgent:
             return True
-        page_size = self._adder.page_size
-        if any(_is_computing_for(request, other, page_size) for other in self._long.values()):
+        adder = self._adder
+        long = self._long.values()
+        if any(_is_computing_for(request, other, adder.page_size) and adder.adds_to_cache(other) for other in long):
             return False
         if request.key not in self._long:
             return True

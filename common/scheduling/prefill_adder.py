@@ -22,7 +22,7 @@ from enum import Enum, auto
 from common.cache.kv_window import KVWindow, ring_table
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import Match, RadixCache, TreeNode
-from common.cache.request_kv import packed_tokens
+from common.cache.request_kv import adds_to_cache, packed_tokens
 from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within
@@ -184,6 +184,10 @@ class PrefillAdder:
         self._kv_window = kv_window or KVWindow(cache.page_size)
         self._decodes = decodes
 
+    def adds_to_cache(self, request: Request) -> bool:
+        """Whether other requests will find what this one computes; see ``request_kv.adds_to_cache``."""
+        return adds_to_cache(self._cache, request)
+
     @property
     def tokens_left(self) -> int | None:
         """Whole pages that are left of the chunk and input budgets, in tokens; None without a chunk budget."""
@@ -324,12 +328,11 @@ class PrefillAdder:
             and window_pages.needs(request, decodes=self._decodes) > window_pages.num_unreserved
         ):
             return None
-        missing = count - self._allocator.num_free
+        missing = count - self._allocator.num_for_steps
         if missing > self._cache.num_evictable_pages:
             return None
-        if missing > 0:
-            self._cache.evict(missing - self._allocator.num_lingering)  # lingering pages come back by themselves
-        return self._allocator.alloc(count, Owner.REQUEST)
+        self._cache.evict(missing)
+        return self._allocator.alloc_for_step(count)
 
     def _may_spend(self, request: Request, match: Match, num_tokens: int) -> bool:
         """Test the total budget; the prefix must be locked. ``num_tokens`` is the size of the new pages."""
@@ -362,7 +365,7 @@ class PrefillAdder:
         mine = Growth(
             *(request.num_tokens, num_held, self._expected(request), num_private), is_late=True, max_pages=max_pages
         )
-        num_available = self._allocator.num_free + self._cache.num_evictable_pages - count
+        num_available = self._allocator.num_for_steps + self._cache.num_evictable_pages - count
         return fits([*others, mine], num_available, self.page_size)
 
     def _growth(self, request: Request, *, is_late: bool) -> Growth:

@@ -16,7 +16,7 @@ def has_room(
     keep: TreeNode,
     without: Sequence[Request] = (),
 ) -> bool:
-    """Whether ``num_pages`` pages are free or could be evicted.
+    """Whether ``num_pages`` pages are free, linger or could be evicted.
 
     Args:
         num_windowed: window pages that must be unreserved.
@@ -65,7 +65,7 @@ def _choose(
     num_unreserved = num_windowed if allocator.window_pages is None else allocator.window_pages.num_unreserved
 
     def is_enough() -> bool:
-        has_pages = allocator.num_free + cache.num_evictable_pages + num_own >= num_pages
+        has_pages = allocator.num_for_steps + cache.num_evictable_pages + num_own >= num_pages
         return has_pages and num_unreserved >= num_windowed
 
     while not is_enough():

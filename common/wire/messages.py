@@ -20,7 +20,7 @@ from common.stage_spans import StageSpan
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -153,6 +153,7 @@ class Register(Message, frozen=True, tag="register"):
     nixl: NixlSettings = {}  # of a node that has NIXL: its back-end, and the variables of UCX by their names
     unloaded: UnloadedAdapters = {}
     most_held_tokens: Count = 0  # of the pool that one request holds, however long it gets; 0: all of its tokens
+    is_draining: bool = False  # as after ``Deregister``
 
 
 class Registered(Message, frozen=True, tag="registered"):

@@ -400,7 +400,7 @@ class ControlPlane:
         if pool is not None:
             node = pool.registry.workers[sender]
             is_known = node.is_draining
-            pool.registry.begin_drain(sender, is_empty=message.is_empty)
+            pool.registry.on_deregister(sender, is_empty=message.is_empty)
             if not is_known:
                 num_left = self._dispatcher.num_at(sender)
                 log.info("node %s takes no new requests; %d are left on it", node.name, num_left)

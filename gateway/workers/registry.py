@@ -43,6 +43,7 @@ class Worker:
         step_s, prompt_token_s, send_token_s: what a step without prompts takes, what a prompt token adds to a step, and
             what sending the pages of a token takes, as last measured there; 0: unknown.
         is_draining: it gets no new requests, since it stops, changes its role or cannot be reached.
+        says_it_drains: it drains as it says itself.
         max_running: requests that it runs at once for this gateway.
         is_reserved: it serves a request that may have killed other nodes, and gets no new ones meanwhile.
         revision: configuration digest and weight version.
@@ -59,7 +60,6 @@ class Worker:
     pairs: tuple[PairState, ...] = ()
     reported_peers: frozenset[str] = frozenset()
     failed_peers: frozenset[str] = frozenset()
-    is_draining: bool = False
     is_reserved: bool = False
     is_empty: bool = False
     clock: ClockOffset = field(default_factory=ClockOffset)
@@ -75,6 +75,8 @@ class Worker:
     revision: str = field(init=False)
     adapters: Mapping[str, str] = field(init=False)
     kind: tuple[object, ...] = field(init=False)
+    is_draining: bool = field(init=False)
+    says_it_drains: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.capacity_tokens = self.register.num_pages * self.register.layout.page_size
@@ -83,6 +85,7 @@ class Worker:
         self.max_running = self.register.max_running if self.register.share is None else self.register.share
         self.name = self.register.name
         register = self.register
+        self.is_draining = self.says_it_drains = register.is_draining
         self.peer = Peer(self.name, self.incarnation, register.address, register.public_key, register.num_ranks)
         self.revision = sys.intern(f"{self.register.digest}/{self.register.weight_version}")
         agreed = [str(getattr(register, name)) for name in AGREE]
@@ -368,18 +371,23 @@ class Registry:
 
     # ---- workers that go --------------------------------------------------------------------------------------------
 
-    def begin_drain(self, incarnation: str, *, is_empty: bool = False) -> None:
-        """Sends no new requests to a worker that stops or cannot be reached; ``is_empty``: it has none left."""
+    def begin_drain(self, incarnation: str) -> None:
+        """Sends no new requests to a worker that stops or is to leave its role."""
         if incarnation in self.workers:
             self.workers[incarnation].is_draining = True
-            self.workers[incarnation].is_empty = is_empty
             self._changed()
 
     def end_drain(self, incarnation: str) -> None:
-        """Takes back ``begin_drain``."""
+        """Takes back ``begin_drain``, unless the worker says itself that it drains."""
         if incarnation in self.workers:
-            self.workers[incarnation].is_draining = False
+            self.workers[incarnation].is_draining = self.workers[incarnation].says_it_drains
             self._changed()
+
+    def on_deregister(self, incarnation: str, *, is_empty: bool) -> None:
+        """Sends no new requests to a worker that drains; ``is_empty``: it has none left."""
+        node = self.workers[incarnation]
+        node.says_it_drains, node.is_empty = True, is_empty
+        self.begin_drain(incarnation)
 
     def role_refusal(self, node: Worker, role: Role, *, is_forced: bool) -> str:
         """Why a worker may not change to this role, as a sentence; empty if it may.

@@ -117,12 +117,12 @@ class RoleChanges:
             self._pools[node.register.model].router.rename_worker(node.incarnation, _parked(node.incarnation))
 
     def registered(self, node: Worker) -> None:
-        """A node has registered, in whichever role."""
+        """A node has registered, in whichever role. One that still drains has lost its connection meanwhile."""
         if node.register.previous:
             router = self._pools[node.register.model].router
             router.rename_worker(_parked(node.register.previous), node.incarnation)
         wait = self._waiting.get((node.register.model, node.name))
-        if wait is not None and not wait.done():
+        if wait is not None and not (wait.done() or node.is_draining):
             wait.set_result(node)
 
 

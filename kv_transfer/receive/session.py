@@ -102,10 +102,6 @@ class ReceiveSession:
     def is_landed(self) -> bool:
         return len(self._whole) == self.num_pages - self.first
 
-    def has_arrived(self, index: int) -> bool:
-        """Whether the whole page with this index has arrived."""
-        return index in self._whole
-
     def is_expected(self, indices: Sequence[int], part: int, num_resends: int | None = None) -> bool:
         """Whether a peer could truthfully report that this part of these pages has just been written.
 

@@ -140,6 +140,21 @@ def test_the_victim_when_the_batch_outgrows_the_pool(rules: PriorityRules, victi
     assert [key[0] for key in node.table.retracted] == [victim]
 
 
+@pytest.mark.parametrize("rules", [ON, PriorityRules()])
+def test_a_request_without_a_row_is_retracted_before_a_more_urgent_one_or_one_with_more_output(
+    rules: PriorityRules,
+) -> None:
+    node = Node(num_pages=6, slots=1, rules=rules)
+    node.run_in("running", 8, 9, new=12)
+    node.submit("ready", 8, 0)
+    assert node.grant() == ["ready"]
+    node.receive("ready")
+    while not node.table.retracted:
+        assert node.step() == ["running"]
+    assert node.state("ready") is State.RETRACTED
+    assert node.run() == ["running", "ready"]
+
+
 def test_the_newest_of_equal_requests_is_retracted_when_pages_run_short() -> None:
     for rules, rows in ((ON, ("old", "new")), (PriorityRules(), ("new", "old")), (PriorityRules(), ("old", "new"))):
         node = Node(num_pages=6, rules=rules)
@@ -306,7 +321,7 @@ def test_another_request_joins_in_the_row_of_one_that_a_plan_retracts() -> None:
     """
     node = Node(num_pages=4, slots=1)
     node.run_in("first", 7)
-    node.submit("second", 7)
+    node.submit("second", 7, 1)  # more urgent, but not by enough to take the row
     assert node.grant() == ["second"]
     node.receive("second")
     assert node.step() == ["second"]

@@ -54,6 +54,21 @@ def test_a_page_is_allocated_for_a_token_that_an_outstanding_step_samples() -> N
     assert (delta.first, delta.pages) == (2, (request.pages[2],))
 
 
+def test_every_row_is_in_every_step_while_pages_can_be_evicted() -> None:
+    node = DecodeNode(num_pages=20)
+    node.run_in("old", 40, new=2)
+    node.step()
+    ready(node, "a", 21, new=20)
+    ready(node, "b", 13, new=20)
+    assert (node.cache.num_evictable_pages, node.allocator.num_free) == (10, 0)
+    plans = [plan_of(node), plan_of(node)]
+    for _ in range(14):  # in which each request enters four pages
+        assert len(plans[-1].rows) == 2
+        commit(node, plans.pop(0))
+        plans.append(plan_of(node))
+    assert node.cache.num_pages == 10 + 5 + 3 - 8, "more of the cache was evicted than the requests needed"
+
+
 def test_no_token_beyond_the_longest_output_is_scheduled() -> None:
     node = DecodeNode()
     ready(node, "a", 6, new=3)  # the first token came with the prompt
@@ -117,15 +132,29 @@ def test_a_late_result_of_a_paused_request_is_dropped_after_it_resumes() -> None
     assert low.output == [7, 3]
 
 
-def test_lingering_pages_prevent_further_retractions() -> None:
+def test_the_pages_of_one_retracted_request_serve_the_next_step_at_once() -> None:
     node = DecodeNode(num_pages=6, rules=PriorityRules())
     for rid in ("a", "b", "c"):
         ready(node, rid, 7).expected_output = 1  # two pages each, both full after one more token
-    first = plan_of(node)
-    assert node.scheduler.plan(node.now) is None, "a step was planned although no page is free"
+    first, second = plan_of(node), plan_of(node)
     assert len(node.table.retracted) == 1, "more requests were retracted than necessary"
-    commit(node, first)
-    assert len(plan_of(node).rows) == 2
+    assert len(commit(node, first)) == len(second.rows) == len(commit(node, second)) == 2
+
+
+def test_no_more_of_the_cache_is_evicted_for_waiting_requests_than_they_need_while_a_step_runs() -> None:
+    node = DecodeNode(num_pages=20)
+    node.run_in("old", 40, new=2)
+    node.step()
+    ready(node, "running", 39)
+    assert (node.cache.num_pages, node.allocator.num_free) == (10 + 9, 0)
+    plan = plan_of(node)
+    for rid in ("a", "b"):
+        node.submit(rid, 8)
+    for _ in range(5):  # after each event, such as a message
+        assert node.grant() == []
+    assert (node.cache.num_pages, node.allocator.num_lingering) == (10 + 9 - 4, 4)
+    commit(node, plan)
+    assert node.grant() == ["a", "b"]
 
 
 def test_steps_are_committed_in_the_order_of_their_plans() -> None:

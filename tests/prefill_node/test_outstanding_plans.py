@@ -64,15 +64,27 @@ def test_a_late_result_of_a_retracted_request_is_dropped_after_its_readmission()
     node = PrefillNode(num_pages=5, chunk=16)
     low = node.submit("low", 12)
     first = plan_of(node)
+    pages = set(low.pages)
     urgent = node.submit("urgent", 12, 20)
-    assert node.scheduler.plan(node.now) is None, "retracted pages were reused before the step was committed"
+    second = plan_of(node)
     assert node.scheduler.take_effects() == [Retracted(low.key)]
-    node.scheduler.abort(urgent.key)
-    assert node.scheduler.plan(node.now) is None
+    assert pages & set(urgent.pages), "the second step runs after the first, and may overwrite its pages"
     assert commit(node, first) == []
     assert (low.output, node.scheduler._states[low.key]) == ([], State.WAITING)
-    again = plan_of(node)
-    assert commit(node, again) == [("low", 12, True)]
+    assert commit(node, second) == [("urgent", 12, True)]
+    node.scheduler.release(urgent.key)
+    assert commit(node, plan_of(node)) == [("low", 12, True)]
+
+
+def test_a_second_step_is_planned_where_the_cache_has_filled_the_pool() -> None:
+    node = PrefillNode(num_pages=12, chunk=16)
+    for number in range(8):
+        node.submit(str(number), 16)
+    plans = [plan_of(node), plan_of(node)]
+    for number in range(6):
+        assert commit(node, plans.pop(0)) == [(str(number), 16, True)]
+        node.scheduler.release((str(number), 0))
+        plans.append(plan_of(node))
 
 
 def test_a_prompt_readmitted_while_its_old_chunk_is_outstanding_is_computed_once() -> None:

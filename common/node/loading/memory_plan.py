@@ -21,7 +21,8 @@ CUDA_CHUNK_TOKENS = 8_192
 CROSSOVER_TOKENS = 16_384.0
 #: Tokens of a pool on a CPU, where it shares memory with everything else and few requests are decoded at once.
 CPU_POOL_TOKENS = 131_072
-#: The share of the remaining memory that a pool takes if no size is configured.
+#: The share of the remaining memory that a pool takes at most, unless its size or a larger share is configured. Steps
+#: need the rest: for their activations and, on many cores, for the keys and values of a prompt that each thread copies.
 MEMORY_SHARE = 0.8
 #: ``--swa-full-tokens-ratio auto`` expects requests of this share of the context length.
 USUAL_SHARE = 1 / 8
@@ -169,17 +170,17 @@ def num_pages_that_fit(config: NodeConfig, layout: PageLayout, num_pages: int, f
         ConfigError: there is no room for the configured pool.
     """
     room = free_bytes // layout.page_bytes
-    if num_pages <= room:
-        return num_pages
     if config.max_total_tokens is not None:
+        if num_pages <= room:
+            return num_pages
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens} needs {layout.pool_bytes(num_pages) / 1e9:.2f} GB for KV "
             f"pages, and {max(free_bytes, 0) / 1e9:.2f} GB of memory are free: lower it, or free some memory"
         )
-    room = int(room * MEMORY_SHARE)
+    room = int(room * max(MEMORY_SHARE, config.memory_fraction))
     if room < 1:
         raise ConfigError("the model leaves no memory for KV pages: free some, or serve fewer nodes on this machine")
-    return room
+    return min(num_pages, room)
 
 
 def free_bytes(device: str) -> int:

@@ -100,6 +100,26 @@ def test_steps_end_in_the_order_in_which_they_began() -> None:
         allocator.end_step(2)
 
 
+def test_the_next_step_takes_free_pages_first_and_then_those_that_linger_longest() -> None:
+    allocator = PageAllocator(4)
+    pages = allocator.alloc(3, Owner.REQUEST)
+    assert pages == [0, 1, 2]
+    for step, page in enumerate(pages, 1):
+        allocator.begin_step(step)
+        allocator.free([page], Owner.REQUEST)
+    assert (allocator.num_free, allocator.num_for_steps) == (1, 4)
+    assert allocator.alloc(2, Owner.GRANT) is None, "a peer may write before the steps in flight have ended"
+    assert allocator.alloc_for_step(5) is None
+    assert allocator.alloc_for_step(1) == [3]
+    assert allocator.alloc_for_step(2) == [1, 0]
+    allocator.end_step(1)
+    assert (allocator.num_free, allocator.num_lingering) == (0, 1)
+    allocator.end_step(2)
+    allocator.end_step(3)
+    assert (allocator.num_free, allocator.num_lingering) == (1, 0)
+    allocator.check()
+
+
 class AllocatorMachine(RuleBasedStateMachine):
     """Random events, compared with a model that has one record for each page."""
 
@@ -132,6 +152,16 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert page not in self.owner
             assert page not in self.steps_of
             self.owner[page] = owner
+
+    @rule(count=st.integers(0, 13))
+    def alloc_for_step(self, count: int) -> None:
+        num_unowned = self.num_pages - len(self.owner)
+        pages = self.allocator.alloc_for_step(count)
+        assert (pages is None) == (count > num_unowned)
+        for page in pages or []:
+            assert page not in self.owner
+            self.steps_of.pop(page, None)
+            self.owner[page] = Owner.REQUEST
 
     @precondition(lambda self: self.owner)
     @rule(data=st.data(), receiver=st.sampled_from(list(Owner)[1:]))

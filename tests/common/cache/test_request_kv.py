@@ -18,9 +18,9 @@ def test_computed_pages_are_shared_while_their_request_still_runs() -> None:
     assert second.num_cached == 8
     assert second.pages[:2] == first.pages[:2]
     assert second.own == second.pages[2:]
-    release(pool.cache, pool.allocator, first, keep=False)
+    release(pool.cache, pool.allocator, first)
     assert pool.cache.num_evictable_pages == 0  # the second still uses them
-    release(pool.cache, pool.allocator, second, keep=False)
+    release(pool.cache, pool.allocator, second)
     assert (pool.cache.num_evictable_pages, pool.allocator.num_free) == (2, 98)
     pool.check()
 
@@ -37,9 +37,9 @@ def test_a_duplicate_stays_with_its_request_and_later_pages_are_cached_at_the_en
         twins[1].own == twins[1].pages
     )  # the first was inserted before; its prefix is not locked beside the duplicate
     first, second = twins[0].pages, twins[1].pages
-    release(pool.cache, pool.allocator, twins[0], keep=True)
+    release(pool.cache, pool.allocator, twins[0])
     assert pool.cache.num_evictable_pages == 2
-    release(pool.cache, pool.allocator, twins[1], keep=True)
+    release(pool.cache, pool.allocator, twins[1])
     assert pool.cache.match(range(16)).pages == first + second[2:]
     assert (pool.cache.num_evictable_pages, pool.allocator.num_free) == (4, 96)
     pool.check()
@@ -50,7 +50,7 @@ def test_release_takes_all_pages_and_is_idempotent() -> None:
     mine = request(10)
     pool.adder().add_one_req(mine)
     for _ in range(2):
-        release(pool.cache, pool.allocator, mine, keep=False)
+        release(pool.cache, pool.allocator, mine)
         assert (mine.pages, mine.own, mine.node, mine.num_computed) == ([], [], None, 0)
     assert pool.allocator.num_free == 10
 
@@ -72,7 +72,7 @@ def test_a_paused_request_finds_its_chunks_again() -> None:
     adder = pool.adder(chunk=16)
     adder.add_one_req(mine)
     compute(pool, adder)
-    release(pool.cache, pool.allocator, mine, keep=True)
+    release(pool.cache, pool.allocator, mine)
     adder = pool.adder(chunk=16)
     assert adder.add_one_req(mine) is CONTINUE
     assert chunks_of(adder) == [(16, 14, True)]
@@ -86,5 +86,5 @@ def test_with_a_disabled_cache_every_page_is_the_requests_own() -> None:
     adder.add_one_req(mine)
     compute(pool, adder)
     assert len(mine.own) == 3
-    release(pool.cache, pool.allocator, mine, keep=True)
+    release(pool.cache, pool.allocator, mine)
     assert pool.allocator.num_free == 20

@@ -76,7 +76,7 @@ class Node:
 
     def end(self, request: Request) -> None:
         self.requests.remove(request)
-        release(self.cache, self.allocator, request, keep=True)
+        release(self.cache, self.allocator, request)
 
     def check(self) -> None:
         self.allocator.check()

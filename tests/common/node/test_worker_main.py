@@ -119,7 +119,8 @@ def test_a_configured_pool_without_room_beside_the_weights_is_refused_by_flag() 
 
 def test_a_pool_of_default_size_takes_most_of_the_memory_that_the_weights_leave() -> None:
     page = 2 * 8 * 16 * 4
-    assert num_pages_that_fit(NodeConfig(), TINY, 10, 10 * page) == 10
+    assert num_pages_that_fit(NodeConfig(), TINY, 10, 13 * page) == 10
+    assert num_pages_that_fit(NodeConfig(), TINY, 10, 10 * page) == 8, "steps have no memory left"
     assert num_pages_that_fit(NodeConfig(), TINY, 1000, 100 * page) == 80
     for num_bytes in (page, 0, -page):
         with pytest.raises(ConfigError, match="no memory for KV pages"):
@@ -277,6 +278,14 @@ def test_results_are_sent_and_the_next_step_starts_before_pages_are_moved() -> N
         os.eventfd_write(node._wake, 1)  # the only wake-up
         node.run()
     assert role.seen == (0, True)
+
+
+def test_a_drain_wakes_the_loop_once() -> None:
+    with node_of(Watched()) as node:
+        node.drain(60.0)
+        node._wait(60.0)
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(node._wake)
 
 
 @pytest.mark.parametrize(("step", "expected"), [(1, (0, ErrorCode.SHUTTING_DOWN)), (13, (1, ErrorCode.INTERNAL))])

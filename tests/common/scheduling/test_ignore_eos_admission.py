@@ -65,7 +65,7 @@ def test_shared_pages_are_returned_with_neither_request() -> None:
     assert second.num_cached == 8
     assert Growth.of(first, 8, is_late=False).num_private == 0
     assert Growth.of(second, 9, is_late=False).num_private == 1
-    release(pool.cache, pool.allocator, first, keep=True)
+    release(pool.cache, pool.allocator, first)
     assert Growth.of(second, 9, is_late=False).num_private == 3
 
 
@@ -124,7 +124,7 @@ def test_with_ignore_eos_memory_never_runs_out(data: st.DataObject, is_enabled: 
                 chunk.request.output.append(0)
         for mine in [mine for mine in running if mine.num_left == 0]:
             running.remove(mine)
-            release(pool.cache, pool.allocator, mine, keep=data.draw(st.booleans()))
+            release(pool.cache, pool.allocator, mine)
         pool.check()
 
 

@@ -13,6 +13,8 @@ from support.examples import examples
 from support.scheduling.single_nodes import DecodeNode, PrefillNode
 
 from common.config.scheduling import POLICIES, PriorityRules
+from common.request import Request
+from common.sampling_params import SamplingParams
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.long_prompts import LongPromptLimits
 
@@ -82,6 +84,28 @@ def test_no_more_long_prompts_begin_than_allowed() -> None:
             seen[rid] = seen.get(rid, 0) + count
         assert sum(0 < done < 64 for done in seen.values()) <= 2
     assert at.done[0] == "long 0"
+
+
+def test_a_prompt_does_not_wait_for_a_long_one_like_it_that_adds_nothing_to_the_cache() -> None:
+    at = node()
+    page = (0, 1, 2, 3)  # all three begin with it; the short prompt is the first to have it in the cache
+    long = (*page, *range(100, 160))
+    prompts = {"short": (*page, *range(10, 14)), "long": long, "like it": (*long[:16], *range(20, 24))}
+    requests = [Request(rid, 0, prompt, SamplingParams(max_new_tokens=9)) for rid, prompt in prompts.items()]
+    at.scheduler.submit(requests[0])
+    at.scheduler.submit(requests[1])
+    assert at.step() == [("short", 8), ("long", 8)]
+    at.scheduler.submit(requests[2])
+    assert at.step() == [("like it", 8), ("long", 8)]
+
+
+def test_without_a_cache_no_prompt_waits_for_a_long_one_like_it() -> None:
+    at = node()
+    at.cache.is_enabled = False
+    at.submit("long", 80, first=0)
+    at.step()
+    at.submit("short", 8, first=0)
+    assert at.step() == [("short", 8), ("long", 8)]
 
 
 def test_a_more_urgent_prompt_does_not_share_with_a_less_urgent_long_one() -> None:

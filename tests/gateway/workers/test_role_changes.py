@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from support.gateway.fake_nodes import BODY, events, folder, running, silent
 
@@ -212,3 +213,26 @@ async def test_a_node_that_keeps_its_role_is_reported_and_serves_on(stack):
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
     assert "node decode-1 is still a decode node" in answer["error"]["message"]
     assert not (await rows(stack))["decode-1"]["is_draining"]
+
+
+async def test_a_node_that_is_heard_again_before_it_leaves_its_role_gets_no_requests(stack):
+    node = stack.nodes[3]
+    call = ask(stack, "decode-1", "prefill")
+    await accept(node)
+    node.send(msgspec.structs.replace(node.register, is_draining=True))  # its connection broke and came up again
+    await node.round_trip()
+    assert (await rows(stack))["decode-1"]["is_draining"]
+    assert not call.done()
+    await come_back(stack, node, "prefill")
+    status, answer = await call
+    assert (status, answer["role"]) == (200, "prefill")
+
+
+async def test_a_node_that_drains_already_gets_no_requests_after_it_has_refused_an_order(stack):
+    node = stack.nodes[3]
+    call = ask(stack, "decode-1", "prefill")
+    order = await ordered(node)
+    node.leave()  # it was stopped, or another gateway has asked, before the order came
+    node.send(Done("node decode-1 is draining or changing its role already", order.number))
+    assert (await call)[0] == 400
+    assert (await rows(stack))["decode-1"]["is_draining"]

@@ -328,8 +328,7 @@ class TwoNodes:
     def _is_awaited(self, page: int) -> bool:
         """Whether this page of the decode node is reserved for a page that has not arrived."""
         sessions = self.decode.receiver._table.sessions.values()
-        found = [(s, s.first + s.pages.index(page)) for s in sessions if page in s.pages]
-        return bool(found) and not found[0][0].has_arrived(found[0][1])
+        return any(page in pages for session in sessions for _, pages in session.lacking())
 
     # ---- after each action ---------------------------------------------------------------------------------------
 
