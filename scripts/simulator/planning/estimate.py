@@ -58,10 +58,11 @@ class LoadSize:
 
 
 def prefill_s(size: RequestSize, costs: Costs, chunk: int) -> float:
-    """Time to compute a prompt alone on a node."""
+    """Time to compute a prompt alone on a node, in chunks of this size; -1: in one step."""
     seconds, start = 0.0, size.num_cached
     while start < size.num_input:
-        length = min(chunk, size.num_input - start)
+        left = size.num_input - start
+        length = left if chunk < 0 else min(chunk, left)
         seconds += costs.seconds(StepWork(length, 0, 0, length * start + length * (length + 1) // 2))
         start += length
     return seconds

@@ -79,6 +79,7 @@ def test_estimates_follow_from_tokens_and_costs() -> None:
     load = LoadSize((RequestSize(1_000, 500, 10),) * 20, 10.0)
     node = NodeModel(Costs(0.01, 0.001, 0.001, 0.0), 256, 20_000, 1, 1.0)
     assert estimate.prefill_s(load.requests[0], node.costs, 300) == pytest.approx(2 * 0.01 + 0.5)
+    assert estimate.prefill_s(load.requests[0], node.costs, -1) == pytest.approx(0.01 + 0.5)  # the whole prompt at once
     assert estimate.share_within_ttft(load, node.costs, 300, 0.53) == 1.0
     assert estimate.share_within_ttft(load, node.costs, 300, 0.52) == 0.0
     assert estimate.prefill_nodes(load, node, 300, 1.0) == 2  # 10.4 s of work in 10 s, busy for 70 %
