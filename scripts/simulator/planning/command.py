@@ -72,6 +72,8 @@ def make_service_plan(config: SimulateConfig) -> tuple[PlanResult, Mapping[tuple
     """Search for a plan; also returns everything that was simulated for it."""
     windows = windows_of(config, num_windows=config.plan_windows, num_requests=config.plan_requests)
     load = LoadSize.of([make_plan(window) for window in windows])
+    if not load.span_s:
+        raise ConfigError("--plan needs requests at different instants: raise --plan-requests, or lower --burst-size")
     goal = Goal(config.slo_attainment, config.plan_confidence, MAX_DEVICES)
     objective = Objective(config.slos.get("ttft", INFINITE), config.slos.get("itl", config.slos.get("tpot", INFINITE)))
     progress = PlanProgress(config.progress and sys.stderr.isatty())

@@ -75,6 +75,14 @@ def test_a_drawn_load_has_a_window_for_each_seed() -> None:
     assert scaled(windows[0], 2.0).rate == "20.0"
 
 
+def test_a_trace_without_timestamps_comes_at_a_drawn_pace(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"input_length": 9, "output_length": 2}\n' * 90)
+    windows = windows_of(config("--plan", f"--trace={file}", "--slo-ttft=1"), num_windows=3, num_requests=90)
+    slow, fast = (make_plan(scaled(windows[0], factor)) for factor in (1.0, 2.0))
+    assert fast.seconds == pytest.approx((slow.seconds or 0.0) / 2)
+
+
 def test_estimates_follow_from_tokens_and_costs() -> None:
     load = LoadSize((RequestSize(1_000, 500, 10),) * 20, 10.0)
     node = NodeModel(Costs(0.01, 0.001, 0.001, 0.0), 256, 20_000, 1, 1.0)
@@ -204,6 +212,11 @@ def test_nothing_holds_an_impossible_objective(trace: Path, capsys: pytest.Captu
     assert "prompts take longer than --slo-ttft even alone" in capsys.readouterr().out.replace("\n            ", " ")
     assert main(["--plan", *words, "--slo-itl=5ms"]) == 1
     assert "a decode step takes longer than --slo-itl" in capsys.readouterr().out.replace("\n            ", " ")
+
+
+def test_windows_of_a_single_burst_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--plan", "--arrival=burst", "--burst-size=99", *GOALS]) == 2
+    assert "--plan needs requests at different instants" in capsys.readouterr().err
 
 
 def test_a_model_that_needs_several_devices_is_planned_with_as_many() -> None:
