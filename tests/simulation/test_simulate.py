@@ -15,10 +15,11 @@ import pytest
 from common.config.cli import parse
 from common.errors import ConfigError
 from scripts.load_tester.workload.plan import make_plan
-from scripts.simulator.client import PlannedTokens
+from scripts.load_tester.workload.planned_request import PlannedRequest
+from scripts.simulator.client import Outcome, PlannedTokens
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.main import main, simulate
-from scripts.simulator.report import table
+from scripts.simulator.report import missed_limits, table
 from scripts.simulator.simulation import Simulation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +121,24 @@ def test_requests_are_judged_by_their_limits() -> None:
     # The context holds 100 + 11 tokens and no more.
     assert run(*words, "--context-length=111")["requests"]["answered"] == 20
     assert run(*words, "--context-length=110")["requests"]["errors"] == {"context_length_exceeded": 20}
+
+
+def test_gaps_are_judged_as_in_the_load_tester() -> None:
+    """Of 31 gaps, one takes 60 ms: 30 are less than 99 %."""
+    stamps = [*(0.01 * number for number in range(31)), 0.36]
+    outcome = Outcome(PlannedRequest(0, 0.0, (), 32), 0.0, stamps, ended_at=0.36)
+    assert missed_limits(outcome, {"itl": 0.05}) == ["itl"]
+    assert missed_limits(outcome, {"itl": 0.07}) == []
+
+
+def test_rates_are_those_of_the_measured_part() -> None:
+    """Ten requests/s for 20 s, of which the last 10 s are measured; an answer takes less than half a second."""
+    found = run("--rate=10", "--arrival=constant", "--duration=20s", "--warmup=10s", "--output-len=11")
+    assert found["requests"]["measured"] == 100
+    assert found["measured_s"] == pytest.approx(10.0, abs=0.5)
+    assert found["throughput"]["requests_per_s"] == pytest.approx(10.0, rel=0.05)
+    goodput = next(line for line in table(found) if line.startswith("goodput"))
+    assert float(goodput.split()[1]) == pytest.approx(10.0, rel=0.05)
 
 
 def test_traces_are_read_as_in_the_load_tester(tmp_path: Path) -> None:

@@ -82,8 +82,7 @@ def misses(record: RequestRecord, limits: dict[str, float]) -> list[str]:
     for name, limit in limits.items():
         value: float | None
         if name == "itl":
-            # The smallest gap that at least 99 % of the gaps do not exceed, without interpolation.
-            value = sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1] if gaps else None
+            value = limited_gap(gaps) if gaps else None
         else:
             value = {"ttft": record.ttft_s, "e2e": record.e2e_s, "tpot": record.tpot_s}[name]
         if value is not None and value > limit:
@@ -91,6 +90,11 @@ def misses(record: RequestRecord, limits: dict[str, float]) -> list[str]:
     if record.deadline_ms is not None and record.e2e_s * 1e3 > record.deadline_ms:
         broken.append("deadline")
     return broken
+
+
+def limited_gap(gaps: Sequence[float]) -> float:
+    """What ``--slo-itl`` limits: the smallest gap that at least 99 % of the gaps do not exceed, without interpolation."""
+    return sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1]
 
 
 def slo_limits(request_class: RequestClass | None, slos: dict[str, float]) -> dict[str, float]:
