@@ -154,6 +154,21 @@ def test_traces_are_read_as_in_the_load_tester(tmp_path: Path) -> None:
     assert found["cached_share"] == pytest.approx((512 + 4 * 592) / (6 * 600))
 
 
+def test_a_mix_names_priority_classes_as_in_the_load_tester() -> None:
+    words = ["--rate=200", "--num-requests=60", "--output-len=20", "--max-running-requests=2"]
+    words += ["--priority-classes=high:9,low:1", "--mix=chat:class=high;batch:class=low"]
+    by_class = run(*words)["classes"]
+    assert by_class["chat"]["ttft"]["mean"] < 0.7 * by_class["batch"]["ttft"]["mean"]
+    assert run("--num-requests=3", "--mix=chat:class=high")["requests"]["errors"] == {"invalid_request": 3}
+
+
+def test_a_trace_of_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": [5, 6, 7], "max_tokens": 2}\n{"prompt": "king", "max_tokens": 2}\n')
+    assert main([f"--trace={trace}", "--rate=9"]) == 2
+    assert "the simulator needs numbers of tokens" in capsys.readouterr().err
+
+
 def test_the_table_shows_the_figures() -> None:
     found = run("--num-requests=20", "--rate=10", "--mix=chat:priority=1;batch:output=64")
     lines = "\n".join(table(found))
