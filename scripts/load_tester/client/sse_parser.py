@@ -66,7 +66,7 @@ class _Event(msgspec.Struct):
 
 #: Stage names of llama.cpp's server (milliseconds) and SGLang, with our name and the factor to seconds.
 FOREIGN = {"prompt_ms": ("prefill_s", 1e-3), "predicted_ms": ("decode_s", 1e-3), "queue_time": ("queue_s", 1.0)}
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)  # the second where a string is not UTF-8
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # bad syntax, no UTF-8, nested too deeply
 NEWLINE = 10
 EMPTY_LINE = re.compile(rb"\n\n|\r\n\r\n")
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
