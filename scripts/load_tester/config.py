@@ -292,7 +292,8 @@ def check_url(url: str, flag: str, *, has_query: bool = False) -> None:
     try:
         parts = urlsplit(url)
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or out of range
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # a port that is no number, or out of range; a name with an empty or a very long part
         is_one = False
     if not is_one:
         raise ConfigError(f"{flag} must be http://HOST:PORT or https://HOST:PORT, not {url!r}")

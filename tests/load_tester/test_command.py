@@ -46,6 +46,8 @@ KEYS = {"api_key": "k", "header": "Authorization: Basic abc"}
         ({"url": "http://127.0.0.1:1/\u00fc"}, "must be ASCII"),
         ({"url": "http://127.0.0.1:1/a b"}, "must be ASCII"),
         ({"url": "http://127.0.0.1:1?api=2"}, "would not be sent"),
+        ({"url": "http://node..local:1"}, "must be http://HOST:PORT"),
+        ({"url": f"http://{'n' * 64}:1"}, "must be http://HOST:PORT"),
         ({"url": "http://127.0.0.1:1/v1/chat/completions"}, "leave /v1/chat/completions out"),
         ({"scrape": "http://127.0.0.1:1/metrics#x"}, "would not be sent"),
         ({"jsonl": "-"}, "--jsonl -: only --json can go to standard output"),
