@@ -240,6 +240,8 @@ class LoadtestConfig(LoadOptions, _Target):
             )
         if self.sweep and self.rate:
             raise ConfigError("--sweep sets rates: leave --rate out")
+        if (self.sweep or self.find_goodput) and self.time_scale != 1:
+            raise ConfigError("--sweep and --find-goodput set the rate of a trace: leave --time-scale out")
         if self.sweep and not all(map(_is_rate, self.sweep.split(","))):
             limits = f"{MIN_RATE:g} to {MAX_RATE:g} per second"
             raise ConfigError(f"--sweep must be rates ({limits}), such as 1,2,4, not {self.sweep!r}")

@@ -24,6 +24,10 @@ from scripts.load_tester.workload.session_sampling import (
 from scripts.load_tester.workload.traces import ReplayOptions, read_trace, replay_trace
 
 
+class NoArrivals(ConfigError):
+    """No request arrives within ``--duration``."""
+
+
 @dataclass
 class Plan:
     """All requests of a run.
@@ -83,7 +87,7 @@ def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None
         burst_size=config.burst_size,
     )
     if not len(at):
-        raise ConfigError("no request arrives within --duration: raise --rate or --duration")
+        raise NoArrivals("no request arrives within --duration: raise --rate or --duration")
     length = duration_s if duration_s is not None and most is None else float(at[-1])
     return at, len(at), length
 
@@ -115,7 +119,7 @@ def _trace_plan(config: LoadOptions, classes: dict[str, RequestClass]) -> Plan:
     if config.concurrency or not trace.has_times:
         return _retimed(config, plan, trace.notes, classes)
     if not plan:
-        raise ConfigError("no request of the trace comes within --duration")
+        raise NoArrivals("no request of the trace comes within --duration")
     return Plan([[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, classes, False, len(plan))
 
 
