@@ -182,12 +182,13 @@ def groups(
     rng: np.random.Generator,
 ) -> Figures:
     """Main figures of each class or tenant, if there are several."""
-    names = list(dict.fromkeys(getattr(record, field) for record in records))
-    if len(names) < 2:
+    by_name: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        by_name.setdefault(getattr(record, field), []).append(record)
+    if len(by_name) < 2:
         return {}
     found = {}
-    for name in sorted(names):
-        own = [record for record in records if getattr(record, field) == name]
+    for name, own in sorted(by_name.items()):
         good = [record for record in own if record.is_ok and record.stamps_s]
         found[name or "(none)"] = {
             "count": len(own),
