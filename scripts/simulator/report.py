@@ -1,9 +1,11 @@
-"""The results of a simulation, as a dictionary and as a table."""
+"""The results of a simulation, as a dictionary and as a table, and the files of reports."""
 
+import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from scripts.load_tester.analysis.metrics import limited_gap, slo_limits
 from scripts.load_tester.analysis.stats import QUANTILES
 from scripts.load_tester.reporting.formats import milliseconds, per_second, percent
+from scripts.load_tester.reporting.sanitize import printable
 from scripts.load_tester.workload.request_classes import RequestClass
 from scripts.simulator.client import Outcome
 from scripts.simulator.service.cluster import Cluster
@@ -61,6 +64,18 @@ class Objectives:
     kinds: dict[str, RequestClass]
     attainment: float
     starvation_s: float
+
+
+def write_report(path: str | None, flag: str, text: Callable[[], str]) -> bool:
+    """Write a file, if it has a path. After a failure, says so on standard error and returns False."""
+    if path is None:
+        return True
+    try:
+        Path(path).write_text(text(), encoding="utf-8")
+    except OSError as error:
+        print(f"simulate: cannot write {flag} {path}: {error.strerror}", file=sys.stderr)
+        return False
+    return True
 
 
 def service(kept: Sequence[Outcome], goals: Objectives) -> Figures:
@@ -276,7 +291,7 @@ def _group_lines(kind: str, groups: dict[str, Figures]) -> list[str]:
     for name, row in groups.items():
         figures_of = (row["ttft"]["p50"], row["ttft"]["p99"], row["itl"].get("p99"), row["e2e"]["p99"])
         cells = zip(map(milliseconds, figures_of), (12, 10, 10, 12), strict=True)
-        counted = f"{(name or '(none)')[:19]:20}{row['ttft']['count']:>12,}"
+        counted = f"{printable(name or '(none)')[:19]:20}{row['ttft']['count']:>12,}"
         lines.append(counted + "".join(f"{cell:>{width}}" for cell, width in cells))
     return lines
 

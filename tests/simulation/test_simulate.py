@@ -220,6 +220,35 @@ def test_the_table_is_shown_even_if_the_file_cannot_be_written(capsys: pytest.Ca
     assert said.err == "simulate: cannot write --json /dev/full: No space left on device\n"
 
 
+def test_files_are_written_though_nothing_reads_the_table(tmp_path: Path) -> None:
+    plan, single = tmp_path / "plan.json", tmp_path / "single.json"
+    search = ["--plan", "--slo-ttft=10s", "--rate=1", "--plan-requests=9", "--plan-windows=3", "--plan-processes=1"]
+    for file, words in ((plan, search), (single, ["--num-requests=2"])):
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, "-m", "scripts.cli", "simulate", *words, f"--json={file}"]
+        done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+        os.close(writing)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(file.read_text())
+
+
+def test_a_plan_that_cannot_be_written_is_no_wrong_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    search = ["--plan", "--slo-ttft=10s", "--rate=1", "--plan-requests=9", "--plan-windows=3", "--plan-processes=1"]
+    page = tmp_path / "plan.html"
+    assert main([*search, "--json=/dev/full", f"--html={page}"]) == 1
+    assert capsys.readouterr().err == "simulate: cannot write --json /dev/full: No space left on device\n"
+    assert "<html" in page.read_text()
+
+
+def test_names_in_a_table_have_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    row = {"input_length": 9, "output_length": 2}
+    trace.write_text("\n".join(json.dumps({**row, "class": name}) for name in ("a\x1b[2J", "b\nc")))
+    assert main([f"--trace={trace}", "--rate=9"]) == 0
+    assert "\x1b" not in (out := capsys.readouterr().out) and "b\ufffdc" in out
+
+
 def test_ctrl_c_ends_a_run_with_partial_results() -> None:
     words = [sys.executable, "-m", "scripts.cli", "simulate", "--num-requests=100000", "--rate=10"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

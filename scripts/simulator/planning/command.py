@@ -3,11 +3,11 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from common.errors import ConfigError
+from scripts.load_tester.output_files import say
 from scripts.load_tester.reporting.formats import percent
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import POOL_TOKENS, SimulateConfig
@@ -20,6 +20,7 @@ from scripts.simulator.planning.report import plan_figures, plan_lines
 from scripts.simulator.planning.search import Goal
 from scripts.simulator.planning.verdict import Verdict
 from scripts.simulator.planning.windows import windows_of
+from scripts.simulator.report import write_report
 
 CHUNKS, BATCH_LIMITS = (8_192, 2_048), (256, 64)
 INFINITE = float("inf")
@@ -49,23 +50,18 @@ class PlanProgress:
 
 
 def plan_command(config: SimulateConfig) -> int:
-    """Search, print and write; returns the exit status: 1 if nothing holds the objectives."""
+    """Search, print and write; returns the exit status: 1 if nothing holds the objectives, or a file is not written."""
     result, verdicts = make_service_plan(config)
-    print("\n".join(plan_lines(result, config)), flush=True)
-    if config.json:
-        _write(config.json, "--json", lambda: json.dumps(plan_figures(result, config), indent=2) + "\n")
-    if config.html:
+    say(*plan_lines(result, config))
+
+    def page() -> str:
         from scripts.simulator.planning.page import plan_page
 
-        _write(config.html, "--html", lambda: plan_page(result, config, verdicts))
-    return 0 if result.chosen else 1
+        return plan_page(result, config, verdicts)
 
-
-def _write(path: str, flag: str, text: Callable[[], str]) -> None:
-    try:
-        Path(path).write_text(text(), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}") from None
+    has_json = write_report(config.json, "--json", lambda: json.dumps(plan_figures(result, config), indent=2) + "\n")
+    has_page = write_report(config.html, "--html", page)
+    return 0 if result.chosen and has_json and has_page else 1
 
 
 def make_service_plan(config: SimulateConfig) -> tuple[PlanResult, Mapping[tuple[Deployment, float], Verdict]]:
