@@ -112,7 +112,7 @@ class _Planning:
     plan: bool = option(
         False,
         "Search for the fewest nodes and their settings that hold the --slo options for --slo-attainment of requests. "
-        "Settings that are given stay as they are.",
+        "Settings that are given stay as they are, except for the chunks of colocated nodes.",
     )
     experiment: Literal["distserve", "mooncake"] | None = option(
         None,

@@ -101,11 +101,13 @@ def choices_of(config: SimulateConfig) -> Choices:
         price = config.price_per_hour
         nodes = {tp: replace(node, price_per_hour=price * node.num_devices) for tp, node in nodes.items()}
     chunk, limit, local = config.chunked_prefill_size, config.max_running_requests, config.local_prefill
+    page = config.page_size
     return Choices(
         nodes,
         prefill_tps,
         decode_tps,
-        chunks=CHUNKS if chunk is None else (chunk,),
+        chunks=(tuple(one for one in CHUNKS if one >= page) or (page,)) if chunk is None else (chunk,),
         batch_limits=BATCH_LIMITS if limit is None else (limit,),
         local_prefills=("never", "auto") if local == "never" else (local,),
+        page_size=page,
     )

@@ -97,6 +97,16 @@ def test_estimates_follow_from_tokens_and_costs() -> None:
     assert estimate.largest_batch(load, node, 0.013, 256) == 0
 
 
+def test_no_chunk_is_smaller_than_a_page() -> None:
+    load = LoadSize((RequestSize(1_000, 0, 10),) * 20, 10.0)
+    node = NodeModel(Costs(0.01, 0.001, 0.001, 0.0), 256, 20_000, 1, 1.0)
+    assert estimate.colocated_chunk(load, node, 0.02) == 128  # too slow, as all are
+    assert estimate.colocated_chunk(load, node, 0.02, 256) == 256
+    assert estimate.colocated_chunk(load, node, 0.02, 16_384) == 16_384
+    for page_size, chunks in ((16, (8_192, 2_048)), (4_096, (8_192,)), (16_384, (16_384,))):
+        assert choices_of(config("--plan", "--slo-ttft=1", f"--page-size={page_size}")).chunks == chunks
+
+
 COSTS = ["--step-cost=5ms", "--prompt-token-cost=0.2ms", "--row-cost=1ms", "--context-token-cost=0"]
 GOALS = ["--slo-ttft=400ms", "--slo-itl=60ms", "--plan-processes=1", "--plan-windows=3", "--plan-requests=60"]
 
