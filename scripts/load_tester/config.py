@@ -307,10 +307,15 @@ def check_url(url: str, flag: str, *, has_query: bool = False) -> None:
         raise ConfigError(f"{flag}: the part after the path of {url!r} would not be sent: leave it out")
 
 
+def has_limits(mix: str | None) -> bool:
+    """Whether a class of ``--mix`` has limits or deadlines of its own."""
+    return any(word in (mix or "") for word in ("slo-", "deadline="))
+
+
 #: Options without effect unless another is given: field, the other flag, and whether it is given.
 NEEDS: tuple[tuple[str, str, Callable[["LoadtestConfig"], Any]], ...] = (
     ("search_steps", "--find-goodput", lambda config: config.find_goodput),
-    ("slo_attainment", "--find-goodput", lambda config: config.find_goodput),
+    ("slo_attainment", "a limit, such as --slo-ttft", lambda config: config.slos or has_limits(config.mix)),
     ("scrape_interval", "--scrape", lambda config: config.scrape != "none"),
     ("vocab_size", "--prompt ids", lambda config: config.sends_ids),
 )

@@ -181,6 +181,8 @@ def test_a_users_own_requests_keep_their_fields_and_need_no_clock(tmp_path: Path
     assert sessions[1][0].class_name == "x" and sessions[1][0].extra == {"messages": []}
     with pytest.raises(ConfigError, match="need a trace with timestamps"):
         make_plan(LoadtestConfig(trace=path, trace_jitter=True))
+    with pytest.raises(ConfigError, match="need a trace with timestamps"):
+        make_plan(LoadtestConfig(trace=path, trace_unit="ms"))
 
 
 def test_a_trace_with_timestamps_has_its_own_arrivals(tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_the_table_shows_the_figures() -> None:
         (["--trace-window=1:2"], "--trace-window needs --trace"),
         (["--swa-full-tokens-ratio=auto"], "the simulator knows one pool of pages only"),
         (["--replay=x", "--decode=2"], "remove --decode"),
+        (["--kill-every=5"], "--kill-every needs --faults: it has no effect otherwise"),
     ],
 )
 def test_impossible_options_are_refused_by_name(words: list[str], sentence: str) -> None:

@@ -112,8 +112,9 @@ def _trace_plan(config: LoadOptions, classes: dict[str, RequestClass]) -> Plan:
         names = make_rng(config.seed, SAMPLING, TENANT).integers(0, config.tenants, len(plan))
         for planned, number in zip(plan, names.tolist(), strict=True):
             planned.tenant = planned.tenant or f"tenant-{number}"
-    if not trace.has_times and (config.trace_window or config.trace_jitter or config.time_scale != 1):
-        raise ConfigError("--trace-window, --trace-jitter and --time-scale need a trace with timestamps")
+    needs_times = config.trace_window or config.trace_jitter or config.time_scale != 1 or config.trace_unit != "auto"
+    if needs_times and not trace.has_times:
+        raise ConfigError("--trace-unit, --trace-window, --trace-jitter and --time-scale need a trace with timestamps")
     if trace.has_times and config.arrival != "poisson":
         raise ConfigError("--arrival has no effect: this trace has its own instants; leave it out")
     if config.concurrency or not trace.has_times:
