@@ -93,8 +93,8 @@ class PlanResult:
         )
 
     def price_per_hour(self, deployment: Deployment) -> float:
-        own = deployment.settings
-        return deployment.price_per_hour(self.nodes[own.prefill_tp], self.nodes[own.decode_tp])
+        prices = {kind: self.nodes[deployment.devices_of(kind)].price_per_hour for kind in deployment.settings.kinds}
+        return sum(deployment.count(kind) * price for kind, price in prices.items())
 
     def price_per_million(self, deployment: Deployment, factor: float = 1.0) -> float:
         """US dollars per million tokens of prompts and outputs."""
