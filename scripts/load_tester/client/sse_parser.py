@@ -9,12 +9,16 @@ import re
 from array import array
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from scripts.load_tester.client.http_framing import chunk_size, read_head
 from scripts.load_tester.client.ipc import RequestDone
+
+
+#: Files have 32 bits for a number of tokens, and for a token.
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class _Delta(msgspec.Struct):
@@ -28,24 +32,24 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     message: _Delta | None = None  # of chats without streaming
     finish_reason: Any = None
-    token_ids: list[int] | None = None
+    token_ids: list[Int32] | None = None
 
 
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Int32 | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Int32 | None = None
+    completion_tokens: Int32 | None = None
     prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Meta(msgspec.Struct):
     id: str = ""
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
+    prompt_tokens: Int32 | None = None
+    completion_tokens: Int32 | None = None
+    cached_tokens: Int32 | None = None
     finish_reason: Any = None
     timings: dict[str, float] | None = None
     queue_time: float | None = None
@@ -59,7 +63,7 @@ class _Event(msgspec.Struct):
     usage: _Usage | None = None
     error: Any = None
     text: str | None = None
-    output_ids: list[int] | None = None
+    output_ids: list[Int32] | None = None
     meta_info: _Meta | None = None
     timings: dict[str, Any] | None = None
 
@@ -67,6 +71,7 @@ class _Event(msgspec.Struct):
 #: Stage names of llama.cpp's server (milliseconds) and SGLang, with our name and the factor to seconds.
 FOREIGN = {"prompt_ms": ("prefill_s", 1e-3), "predicted_ms": ("decode_s", 1e-3), "queue_time": ("queue_s", 1.0)}
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # bad syntax, no UTF-8, nested too deeply
+LONGEST = 1e12  # of a server's durations; a longer one is none
 NEWLINE = 10
 EMPTY_LINE = re.compile(rb"\n\n|\r\n\r\n")
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
@@ -269,7 +274,7 @@ def _stages(timings: dict[str, Any]) -> dict[str, float]:
     found = {}
     for name, value in timings.items():
         ours, scale = FOREIGN.get(name, (name if name.endswith("_s") else "", 1.0))
-        if ours and isinstance(value, int | float):
+        if ours and isinstance(value, int | float) and abs(value) < LONGEST:
             found[ours] = value * scale
     return found
 
