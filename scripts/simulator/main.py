@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from common.config.cli import resolve
 from common.errors import ConfigError
 from common.node.recording.format import RecordingError
-from scripts.load_tester.output_files import check_file, say
+from scripts.load_tester.output_files import check_distinct, check_file, say
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.replay import replay
@@ -130,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_file(config.json, "--json")
         check_file(config.html, "--html")
+        check_distinct([("--trace", config.trace)], [("--json", config.json), ("--html", config.html)])
         if (other := _other_command(config)) is not None:
             return other(config)
         found, notes = simulate(config)

@@ -214,6 +214,13 @@ def test_a_plan_whose_page_cannot_be_written_is_refused_before_the_search(
     assert f"--html {tmp_path} is a folder: name a file in it" in capsys.readouterr().err
 
 
+def test_a_report_does_not_overwrite_its_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"input_length": 9, "output_length": 2}\n')
+    assert main([f"--trace={trace}", f"--json={trace}"]) == 2
+    assert "--trace and --json name the same file" in capsys.readouterr().err
+
+
 def test_the_table_is_shown_even_if_the_file_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--num-requests=5", "--rate=50", "--json=/dev/full"]) == 1
     said = capsys.readouterr()
