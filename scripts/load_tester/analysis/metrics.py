@@ -93,7 +93,7 @@ def misses(record: RequestRecord, limits: dict[str, float]) -> list[str]:
 
 
 def limited_gap(gaps: Sequence[float]) -> float:
-    """What ``--slo-itl`` limits: the smallest gap that at least 99 % of the gaps do not exceed, without interpolation."""
+    """What ``--slo-itl`` limits: the smallest gap that 99 % of the gaps do not exceed, without interpolation."""
     return sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1]
 
 

@@ -288,7 +288,8 @@ def test_a_service_whose_tokens_come_all_at_once_gives_too_few_samples(num_token
         def _send(self, rows: Iterable[dict[str, int]], **load: object) -> list[StreamedRequest]:
             return [StreamedRequest(16, 0.0, [1.0] * num_tokens, {"prefill_s": 0.1})] * 16
 
-    driver = BufferedDriver(LoadtestConfig(), ServerInfo("m", 4_096, "baton", {}), ServiceSize("m", 512), lambda _: None)
+    server = ServerInfo("m", 4_096, "baton", {})
+    driver = BufferedDriver(LoadtestConfig(), server, ServiceSize("m", 512), lambda words: None)
     with pytest.raises(TooFewSamples, match="0 decode steps of at most 1 outputs"):
         driver.measure_round(10.0)
 
