@@ -72,7 +72,7 @@ FOREIGN = {"prompt_ms": ("prefill_s", 1e-3), "predicted_ms": ("decode_s", 1e-3),
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # bad syntax, no UTF-8, nested too deeply
 LONGEST = 1e12  # of a server's durations; a longer one is none
 NEWLINE = 10
-EMPTY_LINE = re.compile(rb"\n\n|\r\n\r\n")
+EMPTY_LINE, LONGEST_EMPTY = re.compile(rb"\n\n|\r\n\r\n"), 4
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
 
 
@@ -161,15 +161,15 @@ def split_events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, b
             break
         at += len(chunk) + 4
         yield at - 2, data  # the fast path: a chunk that is one event of one line
-    rest = b""
+    rest = bytearray()  # of an event; only its last bytes can begin an empty line
     for begin, body in body_parts(raw, at, is_chunked):
-        whole = rest + body
-        origin = begin - len(rest)
+        origin, known = begin - len(rest), max(0, len(rest) - LONGEST_EMPTY + 1)
+        rest += body
         at = 0
-        for empty in EMPTY_LINE.finditer(whole):
-            yield origin + empty.end(), _data_of(whole[at : empty.start()])
-            at = empty.end()
-        rest = whole[at:]
+        for end, after in [empty.span() for empty in EMPTY_LINE.finditer(rest, known)]:
+            yield origin + after, _data_of(bytes(rest[at:end]))
+            at = after
+        del rest[:at]
 
 
 def _read_events(response: ParsedResponse, done: RequestDone, found: Iterator[tuple[int, bytes]]) -> None:
