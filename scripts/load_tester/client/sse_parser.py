@@ -250,11 +250,16 @@ def _take_native(response: ParsedResponse, event: _Event, meta: _Meta, at: float
         response.stamps.append(at)
         response.counts.append(num_new)
     text, ids = event.text or "", event.output_ids or []
-    so_far = response.text
     # An increment can begin with the same text as the output so far; token ids are unambiguous.
-    is_whole = len(ids) == meta.completion_tokens if ids else text.startswith(so_far)
-    response.texts = [text] if is_whole else [so_far, text]
-    response.ids = ids if is_whole else response.ids + ids
+    is_whole = len(ids) == meta.completion_tokens
+    if not ids:
+        response.texts = [response.text]
+        is_whole = text.startswith(response.texts[0])
+    if is_whole:
+        response.texts, response.ids = [text], ids or response.ids
+    else:
+        response.texts.append(text)
+        response.ids += ids
     if meta.finish_reason:
         reason = meta.finish_reason if isinstance(meta.finish_reason, dict) else {"type": meta.finish_reason}
         response.finish = str(reason.get("type", ""))
