@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from scripts.load_tester.output_files import say
 from scripts.load_tester.reporting.formats import percent
 from scripts.load_tester.workload.plan import make_plan
-from scripts.simulator.config import POOL_TOKENS, SimulateConfig
+from scripts.simulator.config import CONTEXT_LENGTH, POOL_TOKENS, SimulateConfig
 from scripts.simulator.hardware.node_model import NodeModel, find_hardware
 from scripts.simulator.planning.deployment import Deployment
 from scripts.simulator.planning.estimate import LoadSize
@@ -71,6 +71,7 @@ def make_service_plan(config: SimulateConfig) -> tuple[PlanResult, Mapping[tuple
     if not load.span_s:
         raise ConfigError("--plan needs requests at different instants: raise --plan-requests, or lower --burst-size")
     goal = Goal(config.slo_attainment, config.plan_confidence, MAX_DEVICES)
+    _check_lengths(config, load)
     objective = Objective(config.slos.get("ttft", INFINITE), config.slos.get("itl", config.slos.get("tpot", INFINITE)))
     progress = PlanProgress(config.progress and sys.stderr.isatty())
     processes = config.plan_processes or os.cpu_count() or 1
@@ -80,6 +81,18 @@ def make_service_plan(config: SimulateConfig) -> tuple[PlanResult, Mapping[tuple
             return planner.plan(), evaluate.known
     finally:
         progress.clear()
+
+
+def _check_lengths(config: SimulateConfig, load: LoadSize) -> None:
+    """Raise ConfigError if so many requests are longer than the context that no number of nodes helps."""
+    context = config.context_length or CONTEXT_LENGTH
+    count = len(load.requests)
+    too_long = sum(one.num_input + (config.max_new_tokens or one.num_output) > context for one in load.requests)
+    if too_long > (1 - config.slo_attainment) * count:
+        raise ConfigError(
+            f"--plan: {too_long:,} of {count:,} requests are longer than the context of {context:,} tokens and fail: "
+            "raise --context-length, or shorten them"
+        )
 
 
 def choices_of(config: SimulateConfig) -> Choices:
