@@ -36,8 +36,6 @@ class Client:
         finally:
             self.num_in_flight -= 1
             exchange.ended_at = exchange.ended_at or time.monotonic()
-            if exchange.connection is not None and exchange.connection.exchange is exchange:
-                exchange.connection.close()
         return read_answer(exchange)
 
     async def leave(self, request: LoadRequest, after_s: float) -> bool:
@@ -80,7 +78,11 @@ class Client:
                 exchange.error = f"connect: {error}"
                 return
             connection.send(exchange)
-            await waiting.ended
+            try:
+                await waiting.ended
+            finally:
+                if connection.exchange is exchange:  # this was cancelled
+                    connection.close()
             if exchange.error == "reuse":  # the server closed the idle connection just as it was used again
                 exchange.error = ""
                 waiting = exchange.request = _Waiting(asyncio.get_running_loop().create_future())

@@ -1,6 +1,7 @@
 """``loadtest`` with a resolved configuration: checks its files, runs the load, writes the results."""
 
 import os
+import re
 import sys
 import time
 from contextlib import redirect_stdout
@@ -14,6 +15,7 @@ from scripts.load_tester.output_files import (
     FINE,
     INVALID,
     STOPPED,
+    check_distinct,
     check_file,
     check_folder,
     say,
@@ -95,7 +97,7 @@ def check_outputs(config: LoadtestConfig) -> None:
     Raises ConfigError: a file cannot be written, pyarrow is missing, or an option needs another one.
     """
     check_needs(config, NEEDS)
-    used = {Path(path).resolve(): flag for flag, path in _inputs(config)}  # no file that is read may be overwritten
+    written: list[tuple[str, str | None]] = []
     for name in ("json", "jsonl", "parquet", "html", "save_outputs"):
         path, flag = getattr(config, name), "--" + name.replace("_", "-")
         if not path or (name == "json" and path == TO_STDOUT):
@@ -103,9 +105,8 @@ def check_outputs(config: LoadtestConfig) -> None:
         if path == TO_STDOUT:
             raise ConfigError(f"{flag} -: only --json can go to standard output; for a file of that name, use ./-")
         check_file(path, flag)
-        other = used.setdefault(Path(path).resolve(), flag)
-        if other != flag:
-            raise ConfigError(f"{other} and {flag} name the same file, {path}")
+        written.append((flag, path))
+    check_distinct(_inputs(config), written)
     check_folder(config.svg, "--svg")
     if config.parquet:
         from scripts.load_tester.reporting.parquet import require_pyarrow
@@ -115,8 +116,12 @@ def check_outputs(config: LoadtestConfig) -> None:
         raise ConfigError(f"--expect-file {config.expect_file}: there is no such file")
 
 
-def _inputs(config: LoadtestConfig) -> list[tuple[str, str]]:
-    named = [("--" + name.replace("_", "-"), getattr(config, name)) for name in ("trace", "expect_file", "tenant_keys")]
-    lengths = (("--input-len", config.input_len), ("--output-len", config.output_len), ("--turns", config.turns))
-    named += [(flag, text[5:].partition(":max=")[0]) for flag, text in lengths if text.startswith("file:")]
-    return [(flag, path) for flag, path in named if path]
+def _inputs(config: LoadtestConfig) -> list[tuple[str, str | None]]:
+    lengths = [("--input-len", config.input_len), ("--output-len", config.output_len), ("--turns", config.turns)]
+    lengths += [("--mix", text) for text in re.split("[=,;]", config.mix or "")]
+    return [
+        ("--trace", config.trace),
+        ("--expect-file", config.expect_file),
+        ("--tenant-keys", config.tenant_keys),
+        *((flag, text[5:].partition(":max=")[0]) for flag, text in lengths if text.startswith("file:")),
+    ]

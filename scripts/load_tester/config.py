@@ -240,6 +240,8 @@ class LoadtestConfig(LoadOptions, _Target):
             )
         if self.sweep and self.rate:
             raise ConfigError("--sweep sets rates: leave --rate out")
+        if (self.sweep or self.find_goodput) and self.time_scale != 1:
+            raise ConfigError("--sweep and --find-goodput set the rate of a trace: leave --time-scale out")
         if self.sweep and not all(map(_is_rate, self.sweep.split(","))):
             limits = f"{MIN_RATE:g} to {MAX_RATE:g} per second"
             raise ConfigError(f"--sweep must be rates ({limits}), such as 1,2,4, not {self.sweep!r}")
@@ -292,7 +294,8 @@ def check_url(url: str, flag: str, *, has_query: bool = False) -> None:
     try:
         parts = urlsplit(url)
         is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or out of range
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # a port that is no number, or out of range; a name with an empty or a very long part
         is_one = False
     if not is_one:
         raise ConfigError(f"{flag} must be http://HOST:PORT or https://HOST:PORT, not {url!r}")
@@ -304,10 +307,15 @@ def check_url(url: str, flag: str, *, has_query: bool = False) -> None:
         raise ConfigError(f"{flag}: the part after the path of {url!r} would not be sent: leave it out")
 
 
+def has_limits(mix: str | None) -> bool:
+    """Whether a class of ``--mix`` has limits or deadlines of its own."""
+    return any(word in (mix or "") for word in ("slo-", "deadline="))
+
+
 #: Options without effect unless another is given: field, the other flag, and whether it is given.
 NEEDS: tuple[tuple[str, str, Callable[["LoadtestConfig"], Any]], ...] = (
     ("search_steps", "--find-goodput", lambda config: config.find_goodput),
-    ("slo_attainment", "--find-goodput", lambda config: config.find_goodput),
+    ("slo_attainment", "a limit, such as --slo-ttft", lambda config: config.slos or has_limits(config.mix)),
     ("scrape_interval", "--scrape", lambda config: config.scrape != "none"),
     ("vocab_size", "--prompt ids", lambda config: config.sends_ids),
 )

@@ -36,6 +36,8 @@ def demo_command(arguments: Sequence[str]) -> int:
     if "--trace" in given:  # a trace has its own lengths and prefixes
         own_names = ("--input-len", "--output-len", "--prefix")
         defaults = [one for one in defaults if not one.startswith(own_names)]
+    if "--no-stream" in given:  # all tokens come at the end
+        defaults = [one for one in defaults if not one.startswith("--slo-")]
     if "--html" not in given:
         defaults.append(f"--html={Path.cwd() / REPORT}")
     words = [*defaults, *arguments]

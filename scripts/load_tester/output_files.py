@@ -52,6 +52,14 @@ def check_file(path: str | None, flag: str) -> None:
         raise ConfigError(f"{flag} {path} cannot be written")
 
 
+def check_distinct(read: Sequence[tuple[str, str | None]], written: Sequence[tuple[str, str | None]]) -> None:
+    """Raise ConfigError, naming the flags, if a file would be written that is read, or written twice."""
+    used = {Path(path).resolve(): flag for flag, path in read if path}
+    for flag, path in written:
+        if path and (other := used.setdefault(Path(path).resolve(), flag)) != flag:
+            raise ConfigError(f"{other} and {flag} name the same file, {path}")
+
+
 def check_folder(path: str | None, flag: str) -> None:
     """Raise ConfigError, naming the flag, if the folder is none or cannot be made."""
     if path is None:

@@ -79,14 +79,16 @@ class _Run:
         )
         try:
             await pool.start()  # the processes import while the plan is made here
+            self._plan = make_plan(config)
+            await self._fit(pool, headers)
+            tokenizer = read_tokenizer(config.tokenizer) if config.tokenizer else None
+            # Nothing is asked of the server before the user's files have been read.
             found = server or fetch_server_info(config.url, common_headers(config), verify_tls=config.verify_tls)
             if config.flush_cache:
                 flush_cache(config.url, common_headers(config), verify_tls=config.verify_tls)
-            self._plan = make_plan(config)
-            await self._fit(pool, headers)
             if found.vocab_size is None and not config.vocab_size and config.sends_ids:
                 self._plan.notes.append(UNKNOWN_VOCAB)
-            prompts = self._prompts(found)
+            prompts = self._prompts(found, tokenizer)
         except BaseException:
             await pool.close()
             raise
@@ -121,9 +123,8 @@ class _Run:
         requests, tokens = mean_load(request_classes_of(config))
         return num_clients_for(rate * requests, rate * tokens, 0)
 
-    def _prompts(self, server: ServerInfo) -> RequestBodies:
+    def _prompts(self, server: ServerInfo, tokenizer: Tokenizer | None) -> RequestBodies:
         config = self._config
-        tokenizer = read_tokenizer(config.tokenizer) if config.tokenizer else None
         is_compared = bool(config.expect_file or config.save_outputs)
         vocab = server.vocab
         if config.vocab_size:

@@ -13,18 +13,24 @@ from scripts.load_tester.reporting.formats import limit, milliseconds, percent
 from scripts.load_tester.reporting.headline import LATENCIES
 from scripts.load_tester.reporting.progress import run_with_progress
 from scripts.load_tester.reporting.report import SCHEMA, Report, write_json
+from scripts.load_tester.workload.plan import make_plan
 
 MIN_RESPONSES = 10  # times the duration of a response: the least length of a run
 
 
 def search_command(config: LoadtestConfig) -> int:
     """Run ``--find-goodput`` or ``--sweep``, print a table, write the files; return the exit status."""
+    rates = [float(word) for word in (config.sweep or config.rate or "1").split(",")]  # one of a search
+
+    def at(rate: float, number: int = 0) -> LoadtestConfig:
+        return replace(config, rate=f"{rate:.6g}", sweep=None, find_goodput=False, seed=config.seed + number)
+
+    make_plan(at(rates[0]))  # before the server is asked, for mistakes in a trace
     server = fetch_server_info(config.url, common_headers(config), verify_tls=config.verify_tls)
     shown: list[Report] = []
 
     def run(rate: float, number: int) -> Report:
-        one = replace(config, rate=f"{rate:.6g}", sweep=None, find_goodput=False, seed=config.seed + number)
-        report = run_with_progress(one, server, salt=len(shown))
+        report = run_with_progress(at(rate, number), server, salt=len(shown))
         shown.append(report)
         say(_row(rate, report))
         if report.was_stopped:
@@ -35,10 +41,10 @@ def search_command(config: LoadtestConfig) -> int:
     found: SearchResult | None = None
     try:
         if config.find_goodput:
-            found = find_goodput(run, float(config.rate or 1.0), config.slo_attainment, config.search_steps)
+            found = find_goodput(run, rates[0], config.slo_attainment, config.search_steps)
         else:
-            for word in (config.sweep or "").split(","):
-                run(float(word), 0)
+            for rate in rates:
+                run(rate, 0)
     finally:  # after Ctrl-C too
         has_all = not shown or _write_results(config, shown, found)
     status = _sweep_status(shown) if found is None else _search_status(config, found)

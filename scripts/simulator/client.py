@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.cache.tree_node import PackedTokens
-from common.errors import ErrorCode, RequestError
+from common.errors import ConfigError, ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.requests.admission.priority import PriorityResolver
@@ -125,7 +125,8 @@ class Client:
 
     Args:
         submit: sends a request, or raises RequestError.
-        classes: names of the priority classes; a request class of the plan with one of these names has that priority.
+        classes: names of the priority classes; a request class of the plan with one of these names belongs to that one,
+            unless it says otherwise.
         context_length: longest prompt and output together; longer requests are refused.
         max_new_tokens: the same limit for every request; None for the planned length of each.
         concurrency: sessions in flight in a closed loop; 0 in an open loop.
@@ -200,9 +201,14 @@ class Client:
             self._over(rid)
 
     def _request(self, rid: str, planned: PlannedRequest) -> GenerateRequest:
-        """The request as the gateway parses it. Raises RequestError if its priority is not allowed."""
+        """The request as the gateway parses it.
+
+        Raises RequestError: its class is unknown, or it is too long. Raises ConfigError: its prompt is text.
+        """
         is_known = self._max_new_tokens is None
         prompt = self._script.prompt(planned)
+        if not prompt:
+            raise ConfigError("--trace: a line has a text without input_length; the simulator needs numbers of tokens")
         sampling = SamplingParams(
             max_new_tokens=self._max_new_tokens or planned.num_output,
             temperature=0.0,
@@ -211,7 +217,7 @@ class Client:
         )
         if len(prompt) + sampling.max_new_tokens > self._context_length:
             raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt and output are longer than the context")
-        name = planned.class_name if planned.class_name in self._classes else None
+        name = planned.priority_class or (planned.class_name if planned.class_name in self._classes else None)
         expected = planned.num_output if is_known else self._predictor.expected(planned.tenant, prompt)
         request = GenerateRequest(
             rid,

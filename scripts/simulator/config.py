@@ -16,7 +16,7 @@ from common.config.shared import Role
 from common.errors import ConfigError
 from common.node.loading.memory_plan import Capacity, plan_capacity
 from gateway.workers.pool import WorkerPool, make_pool
-from scripts.load_tester.config import SECONDS, LoadOptions, check_load, check_url, parse_seconds
+from scripts.load_tester.config import SECONDS, LoadOptions, check_load, check_needs, check_url, parse_seconds
 from scripts.simulator.costs import Costs
 from scripts.simulator.faults import FAULT_NAMES, FaultOptions
 from scripts.simulator.hardware.accelerators import ACCELERATORS
@@ -35,6 +35,7 @@ WITH_EXPERIMENT = {
     "experiment", "plan_windows", "plan_requests", "plan_processes", "slo_attainment", "seed", "json", "progress",
     "trace", "trace_unit", "trace_window", "trace_jitter", "length_scale", "max_input_len", "max_output_len",
 }  # fmt: skip
+FAULT_TIMES = ("kill_every", "fault_every", "node_timeout")
 COST_OPTIONS = ("step_cost", "prompt_token_cost", "row_cost", "context_token_cost", "message_cost", "wire_latency")
 
 
@@ -112,7 +113,7 @@ class _Planning:
     plan: bool = option(
         False,
         "Search for the fewest nodes and their settings that hold the --slo options for --slo-attainment of requests. "
-        "Settings that are given stay as they are.",
+        "Settings that are given stay as they are, except for the chunks of colocated nodes.",
     )
     experiment: Literal["distserve", "mooncake"] | None = option(
         None,
@@ -196,6 +197,7 @@ class SimulateConfig(
         for name in self.faults:
             if name not in FAULT_NAMES:
                 raise ConfigError(f"--faults {name} is not a fault; choose from {', '.join(FAULT_NAMES)}")
+        check_needs(self, [(name, "--faults", lambda config: config.faults) for name in FAULT_TIMES])
         check_auto_roles(self)
         self._check_plan()
 

@@ -9,16 +9,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from common.config.cli import resolve
 from common.errors import ConfigError
 from common.node.recording.format import RecordingError
-from scripts.load_tester.output_files import check_file
+from scripts.load_tester.output_files import check_distinct, check_file, say
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.replay import replay
-from scripts.simulator.report import Figures, table
+from scripts.simulator.report import Figures, table, write_report
 from scripts.simulator.simulation import Simulation, rare_collections
 
 HELP = """Run a service of many nodes in virtual time, with the schedulers, caches, admission, router and transfer
@@ -131,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_file(config.json, "--json")
         check_file(config.html, "--html")
+        check_distinct([("--trace", config.trace)], [("--json", config.json), ("--html", config.html)])
         if (other := _other_command(config)) is not None:
             return other(config)
         found, notes = simulate(config)
@@ -139,16 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    try:
-        print("\n".join([*notes, "", *table(found)] if notes else table(found)), flush=True)
-    except BrokenPipeError:
-        sys.stdout = None
-    if config.json:
-        try:
-            Path(config.json).write_text(json.dumps({"notes": notes, **found}, indent=2) + "\n")
-        except OSError as error:
-            print(f"simulate: cannot write --json {config.json}: {error.strerror}", file=sys.stderr)
-            return 1
+    say(*([*notes, ""] if notes else []), *table(found))
+    if not write_report(config.json, "--json", lambda: json.dumps({"notes": notes, **found}, indent=2) + "\n"):
+        return 1
     return 0 if found["is_whole"] else 130
 
 

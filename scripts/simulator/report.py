@@ -1,17 +1,20 @@
-"""The results of a simulation, as a dictionary and as a table."""
+"""The results of a simulation, as a dictionary and as a table, and the files of reports."""
 
+import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.load_tester.analysis.metrics import slo_limits
+from scripts.load_tester.analysis.metrics import limited_gap, slo_limits
 from scripts.load_tester.analysis.stats import QUANTILES
 from scripts.load_tester.reporting.formats import milliseconds, per_second, percent
+from scripts.load_tester.reporting.sanitize import printable
 from scripts.load_tester.workload.request_classes import RequestClass
 from scripts.simulator.client import Outcome
 from scripts.simulator.service.cluster import Cluster
@@ -63,6 +66,18 @@ class Objectives:
     starvation_s: float
 
 
+def write_report(path: str | None, flag: str, text: Callable[[], str]) -> bool:
+    """Write a file, if it has a path. After a failure, says so on standard error and returns False."""
+    if path is None:
+        return True
+    try:
+        Path(path).write_text(text(), encoding="utf-8")
+    except OSError as error:
+        print(f"simulate: cannot write {flag} {path}: {error.strerror}", file=sys.stderr)
+        return False
+    return True
+
+
 def service(kept: Sequence[Outcome], goals: Objectives) -> Figures:
     """How many of the measured requests met their limits; failed requests did not."""
     num_good = sum(_is_good(o, slo_limits(goals.kinds.get(o.planned.class_name), goals.slos)) for o in kept)
@@ -88,7 +103,7 @@ def _reached(outcome: Outcome, name: str) -> float:
     if name == "e2e":
         return outcome.ended_at - outcome.due_at
     if name == "itl" and len(stamps) > 1:
-        return float(np.quantile(np.diff(stamps), 0.99))
+        return limited_gap(np.diff(stamps).tolist())
     if name == "tpot" and len(stamps) > 1:
         return (stamps[-1] - stamps[0]) / (outcome.num_output - 1 - outcome.extra.get(0, 0))
     return 0.0
@@ -118,7 +133,7 @@ def figures(
     measured: tuple[float, float],
     is_whole: bool = True,
 ) -> Figures:
-    """All results.
+    """All results. Rates are of the measured requests, from the end of the warm-up to their last answer.
 
     Args:
         wall_s: real seconds that the simulation took.
@@ -130,9 +145,12 @@ def figures(
     good = [outcome for outcome in kept if outcome.is_ok and outcome.stamps_s]
     rows = sum(node.work["rows"] for node in cluster.nodes.values())
     num_input = sum(outcome.planned.num_input for outcome in good)
+    answered_at = max((outcome.ended_at for outcome in good), default=now)
+    measured_s = max(answered_at - measured[0], 0.0)
     return {
         "is_whole": is_whole,
         "virtual_s": now,
+        "measured_s": measured_s,
         "wall_s": wall_s,
         "row_steps": rows,
         "row_steps_per_minute": rows / wall_s * 60 if wall_s else 0.0,
@@ -144,9 +162,9 @@ def figures(
             "errors": dict(sorted(Counter(outcome.error for outcome in kept if outcome.error).items())),
         },
         "throughput": {
-            "requests_per_s": len(good) / now if now else 0.0,
-            "output_tokens_per_s": sum(outcome.num_output for outcome in good) / now if now else 0.0,
-            "input_tokens_per_s": num_input / now if now else 0.0,
+            "requests_per_s": _rate(len(good), measured_s),
+            "output_tokens_per_s": _rate(sum(outcome.num_output for outcome in good), measured_s),
+            "input_tokens_per_s": _rate(num_input, measured_s),
         },
         "cached_share": sum(outcome.cached_tokens for outcome in good) / num_input if num_input else 0.0,
         "service": service(kept, goals),
@@ -157,6 +175,10 @@ def figures(
         "role_changes": [{"at_s": at, "role": role} for at, role in cluster.role_changes],
         "wire_busy_s": cluster.network.busy_s,
     }
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds else 0.0
 
 
 def latencies(good: Sequence[Outcome]) -> Figures:
@@ -242,7 +264,7 @@ def _headline(found: Figures) -> list[str]:
     """The main figures, one a line."""
     requests, rates, service = found["requests"], found["throughput"], found["service"]
     ttft, itl, e2e = (found["latency_s"][name] for name in ("ttft", "itl", "e2e"))
-    goodput = service["good"] / found["virtual_s"] if found["virtual_s"] else 0.0
+    goodput = _rate(service["good"], found["measured_s"])
     inputs = f"{rates['input_tokens_per_s']:,.0f} tokens/s of prompts, {percent(found['cached_share'])} of these cached"
     waited = f"{percent(service['share'])} within limits, {service['starved']:,} waited too long"
     answered = f"{requests['sent']:,} sent, {requests['answered']:,} answered"
@@ -269,7 +291,7 @@ def _group_lines(kind: str, groups: dict[str, Figures]) -> list[str]:
     for name, row in groups.items():
         figures_of = (row["ttft"]["p50"], row["ttft"]["p99"], row["itl"].get("p99"), row["e2e"]["p99"])
         cells = zip(map(milliseconds, figures_of), (12, 10, 10, 12), strict=True)
-        counted = f"{(name or '(none)')[:19]:20}{row['ttft']['count']:>12,}"
+        counted = f"{printable(name or '(none)')[:19]:20}{row['ttft']['count']:>12,}"
         lines.append(counted + "".join(f"{cell:>{width}}" for cell, width in cells))
     return lines
 

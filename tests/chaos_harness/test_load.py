@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +115,22 @@ async def test_a_connection_that_a_living_gateway_drops_is_a_lost_request() -> N
     tally, heads = await answered(BEGUN, RETRIES["the whole answer"][0], is_killed=False)
     assert dict(tally.verdicts) == {Verdict.LOST: 1}
     assert len(heads) == 1
+
+
+async def test_a_call_that_takes_too_long_leaves_no_connection() -> None:
+    has_ended = asyncio.Event()
+
+    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        with suppress(ConnectionError):
+            await reader.read()
+        has_ended.set()
+        writer.close()
+
+    async with await asyncio.start_server(wait, "127.0.0.1", 0) as server:
+        client = Client("127.0.0.1", server.sockets[0].getsockname()[1])
+        assert await client.call("GET", "/v1/workers", timeout_s=0.1) == (0, b"")
+        await asyncio.wait_for(has_ended.wait(), 60)
 
 
 def test_each_api_has_its_own_way_to_give_the_key() -> None:

@@ -35,6 +35,7 @@ KEYS = {"api_key": "k", "header": "Authorization: Basic abc"}
         ({"sweep": "1,0"}, r"--sweep must be rates \(1e-06 to 1e\+06 per second\)"),
         ({"sweep": "1,2000000"}, "--sweep must be rates"),
         ({"slo_ttft": "0"}, "--slo-ttft must be more than 0"),
+        ({"slo_attainment": 0.99}, "--slo-attainment needs a limit, such as --slo-ttft"),
         ({"mix": "a:deadline=0"}, "deadline=0 is not valid"),
         ({"mix": "a:slo-itl=0"}, "slo-itl=0 is not valid"),
         ({"header": "a b: c"}, "--header must be 'NAME: VALUE'"),
@@ -46,6 +47,8 @@ KEYS = {"api_key": "k", "header": "Authorization: Basic abc"}
         ({"url": "http://127.0.0.1:1/\u00fc"}, "must be ASCII"),
         ({"url": "http://127.0.0.1:1/a b"}, "must be ASCII"),
         ({"url": "http://127.0.0.1:1?api=2"}, "would not be sent"),
+        ({"url": "http://node..local:1"}, "must be http://HOST:PORT"),
+        ({"url": f"http://{'n' * 64}:1"}, "must be http://HOST:PORT"),
         ({"url": "http://127.0.0.1:1/v1/chat/completions"}, "leave /v1/chat/completions out"),
         ({"scrape": "http://127.0.0.1:1/metrics#x"}, "would not be sent"),
         ({"jsonl": "-"}, "--jsonl -: only --json can go to standard output"),
@@ -60,6 +63,11 @@ def test_invalid_options_are_refused_before_anything_is_sent(options: dict[str, 
 def test_a_word_without_a_flag_is_refused_with_the_flag_for_a_server() -> None:
     with pytest.raises(ConfigError, match=r"\(http://127\.0\.0\.1:1\); give the server as --url$"):
         parse(LoadtestConfig, ["http://127.0.0.1:1"], command="loadtest")
+
+
+def test_the_objective_of_a_single_run_may_be_any_share_of_its_requests() -> None:
+    understand({"slo_attainment": 0.99, "slo_ttft": "1s"})
+    understand({"slo_attainment": 0.99, "mix": "a:deadline=2s"})
 
 
 def understand(options: dict[str, Any]) -> None:

@@ -77,3 +77,9 @@ def test_a_demo_leaves_standard_output_to_its_report(
     assert main(["--demo", "--json", "-"]) == FAILED
     printed = capsys.readouterr()
     assert (printed.out, printed.err.splitlines()[0]) == ("", "serving the small model ...")
+
+
+@pytest.mark.parametrize("words", [["--no-stream"], ["--concurrency", "4"], ["--trace", "t.jsonl"], ["--sweep", "1,2"]])
+def test_the_defaults_of_a_demo_give_way_to_other_options(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    monkeypatch.setattr("scripts.load_tester.demo.subprocess.Popen", MagicMock())  # it ends at once
+    assert main(["--demo", *words]) == FAILED  # and not WRONG

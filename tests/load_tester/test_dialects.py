@@ -120,6 +120,12 @@ def test_the_stream_of_sglang_may_be_cumulative(is_cumulative: bool) -> None:
     assert answer.timings == {"queue_s": 0.03, "prefill_s": 0.125}
 
 
+def test_an_increment_of_text_alone_keeps_the_tokens() -> None:
+    """A character of two tokens, of which the second ends the output and the text comes after it."""
+    found = read(native("", [5], 1), native("", [6], 2), native("é", [], 2))
+    assert (found.text, found.ids, found.counts) == ("é", [5, 6], [1, 1])
+
+
 def test_a_full_queue_of_sglang_is_an_error_in_every_dialect() -> None:
     abort = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
     own = read({"text": "", "output_ids": [], "meta_info": {"id": "r", "finish_reason": abort, "completion_tokens": 0}})

@@ -13,6 +13,7 @@ from scripts.load_tester.main import main
 from scripts.load_tester.output_files import FAILED, FINE, INVALID
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.search_command import _sweep_status, _too_short, describe_result
+from scripts.load_tester.workload.plan import NoArrivals
 
 
 def counted(
@@ -52,6 +53,17 @@ def test_a_search_ends_where_a_lower_rate_cannot_help() -> None:
     assert slow.why == "of 20 requests without any other in flight, 1 were good"
     queueing = find_goodput(lambda rate, _: counted(60 * (rate < 0.2), 60, alone=(20, 20)), 1.0, 0.9, 0)
     assert queueing.best == 0.125 and not queueing.why
+
+
+def test_a_search_ends_where_no_request_arrives() -> None:
+    def run(rate: float, number: int) -> Report:
+        if rate < 0.2:
+            raise NoArrivals
+        return counted(0, 2)
+
+    found = find_goodput(run, 1.0, 0.9, 6)
+    assert ([point.rate for point in found.points], found.best) == ([1.0, 0.5, 0.25], 0.0)
+    assert found.why == "at 0.125/s no request arrives within --duration"
 
 
 def test_an_unclear_rate_is_tried_again_and_counts_add_up() -> None:
@@ -142,6 +154,7 @@ def test_options_that_a_sweep_ignores_are_refused() -> None:
         {"sweep": "1,2", "jsonl": "x"},
         {"sweep": "1,2", "expect_file": "x"},
         {"sweep": "1,a"},
+        {"sweep": "1,2", "trace": "x", "time_scale": 2.0},
     ):
         with pytest.raises(ConfigError, match="--sweep"):
             LoadtestConfig(**words)  # type: ignore[arg-type]

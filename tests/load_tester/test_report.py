@@ -296,6 +296,8 @@ def test_wrong_options_have_status_2(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "trace").write_text('{"prompt": "x"}')
     assert main(["--trace", str(tmp_path / "trace"), "--jsonl", f"{tmp_path}/../{tmp_path.name}/trace"]) == WRONG
     assert "--trace and --jsonl name the same file" in capsys.readouterr().err
+    assert main(["--mix", f"a:input=file:{tmp_path}/file", "--json", str(tmp_path / "file")]) == WRONG
+    assert "--mix and --json name the same file" in capsys.readouterr().err
     assert main(["--search-steps", "3"]) == WRONG
     assert "--search-steps needs --find-goodput" in capsys.readouterr().err
     with pytest.raises(SystemExit) as wrong:

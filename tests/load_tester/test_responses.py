@@ -148,6 +148,30 @@ def test_an_incomplete_character_fails_one_response_not_the_run(kind: bytes, tex
     assert answer.error == "http_500" and "\ufffd" in answer.message
 
 
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        (b'"usage":{"completion_tokens":%d}' % 10**30, "bad_json"),
+        (b'"meta_info":{"prompt_tokens":%d}' % 2**31, "bad_json"),
+        (b'"output_ids":[%d]' % -(10**30), "bad_json"),
+        (b'"timings":{"prompt_ms":%d}' % 10**400, ""),
+    ],
+)
+def test_numbers_that_no_file_holds_fail_one_response_not_the_run(fields: bytes, error: str) -> None:
+    body = b'{"choices":[{"text":"a","finish_reason":"stop"}],%b}' % fields
+    answer = parse_response(done_of([b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n%b" % body]))
+    assert answer.error == error and not answer.timings
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"error":%b' % (b"[" * 100_000), b'{"x":%b' % (b"[" * 100_000)])
+def test_a_response_that_is_nested_too_deeply_fails_alone(body: bytes) -> None:
+    for head, error in ((b"200 OK", "bad_json"), (b"500 X", "http_500")):
+        answer = parse_response(done_of([b"HTTP/1.1 %b\r\nContent-Type: application/json\r\n\r\n%b" % (head, body)]))
+        assert answer.error == error
+    event = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: %b\n\n" % body
+    assert parse_response(done_of([event])).error == "bad_json"
+
+
 @pytest.mark.parametrize("field", [b"content", b"reasoning_content"])
 def test_a_chat_without_streaming_is_parsed(field: bytes) -> None:
     body = b'{"choices":[{"message":{"%b":"ab"},"finish_reason":"stop"}],"usage":{"completion_tokens":2}}' % field

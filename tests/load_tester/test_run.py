@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from support.load.mock_server import load, mock_server
 
 from common.config.shared import SMALL_MODEL
 from common.errors import ConfigError
+from scripts.load_tester.command import load_command
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.run import run_load
 
@@ -154,6 +156,16 @@ def test_a_tokenizer_is_a_file_or_a_folder(tmp_path: Path) -> None:
         for path in (tmp_path, tmp_path / "none", "/dev/null"):
             with pytest.raises(ConfigError, match="--tokenizer"):
                 load(server, num_requests=1, prompt="text", tokenizer=str(path))
+
+
+@pytest.mark.parametrize("options", [{}, {"sweep": "1,2"}, {"find_goodput": True, "slo_ttft": "1s"}])
+def test_a_damaged_trace_is_reported_before_the_server_is_asked(tmp_path: Path, options: dict[str, Any]) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("{not json")
+    with pytest.raises(ConfigError, match="line 1"):
+        load_command(LoadtestConfig(url="http://127.0.0.1:9", trace=str(trace), flush_cache=True, **options))
+    with pytest.raises(ConfigError, match="--mix"):
+        load_command(LoadtestConfig(url="http://127.0.0.1:9", mix="a:b", clients=1))
 
 
 def test_an_address_without_a_server_is_refused() -> None:

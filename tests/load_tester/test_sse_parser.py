@@ -2,14 +2,16 @@
 
 import re
 from array import array
+from collections.abc import Iterator
 from itertools import accumulate
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scripts.load_tester.client.http_framing import chunk_size
 from scripts.load_tester.client.ipc import RequestDone
-from scripts.load_tester.client.sse_parser import ParsedResponse, parse_response, split_events
+from scripts.load_tester.client.sse_parser import EMPTY_LINE, ParsedResponse, parse_response, split_events
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 SAID = [
@@ -99,3 +101,19 @@ def test_a_response_is_parsed_alike_however_it_is_chunked_and_cut(
     )
     plain = parse_response(done_of(HEAD + b"\r\n", body, came or [0.0], [1] * len(body) or [0]))
     assert facts(chunked) == facts(plain)
+
+
+def test_each_byte_of_a_stream_without_empty_lines_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_searched = 0
+
+    class Counting:
+        def finditer(self, data: bytes, begin: int = 0) -> Iterator[re.Match[bytes]]:
+            nonlocal num_searched
+            num_searched += len(data) - begin
+            return EMPTY_LINE.finditer(data, begin)
+
+    monkeypatch.setattr("scripts.load_tester.client.sse_parser.EMPTY_LINE", Counting())
+    raw = b"9\r\ndata: {}\n\r\n" * 1_000 + b"b\r\ndata: {}\n\n\n\r\n0\r\n\r\n"
+    ((_, data),) = split_events(raw, 0, True)
+    assert data.count(b"{}") == 1_001
+    assert num_searched < len(raw)

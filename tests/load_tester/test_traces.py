@@ -156,6 +156,12 @@ def test_azure_dates_keep_their_seventh_digit(tmp_path: Path) -> None:
     assert [(row.num_input, row.num_output) for row in trace.rows[:2]] == [(4808, 10), (3180, 8)]
 
 
+def test_a_column_without_a_name_is_no_class(tmp_path: Path) -> None:
+    """As pandas writes the number of each row."""
+    lines = [",TIMESTAMP,ContextTokens,GeneratedTokens", "0,2023-11-16 18:17:03,48,10", "1,2023-11-16 18:17:04,31,8"]
+    assert [row.class_name for row in read_trace(write(tmp_path / "t", *lines)).rows] == ["", ""]
+
+
 def test_burstgpts_failed_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     lines = ["Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type", "5,ChatGPT,472,18,490,API log"]
     lines += ["45,GPT-4,0,0,0,Conversation log", "118,GPT-4,417,276,693,Conversation log"]
@@ -175,6 +181,8 @@ def test_a_users_own_requests_keep_their_fields_and_need_no_clock(tmp_path: Path
     assert sessions[1][0].class_name == "x" and sessions[1][0].extra == {"messages": []}
     with pytest.raises(ConfigError, match="need a trace with timestamps"):
         make_plan(LoadtestConfig(trace=path, trace_jitter=True))
+    with pytest.raises(ConfigError, match="need a trace with timestamps"):
+        make_plan(LoadtestConfig(trace=path, trace_unit="ms"))
 
 
 def test_a_trace_with_timestamps_has_its_own_arrivals(tmp_path: Path) -> None:
@@ -199,7 +207,7 @@ def test_a_trace_with_timestamps_has_its_own_arrivals(tmp_path: Path) -> None:
             ["Timestamp,Model,Request tokens,Response tokens", "1,m,4,1e9"],
             "line 2: 1,000,000,000 tokens",
         ),
-        (["ContextTokens,GeneratedTokens,TIMESTAMP", "4,4"], "line 2"),
+        (["ContextTokens,GeneratedTokens,TIMESTAMP", "4,4"], "line 2: Invalid isoformat string: ''"),
         (["Timestamp,Model,Request tokens,Response tokens", '1,"' + "m" * 200_000], "cannot be read"),
         (["Timestamp,Model,Request tokens,Response tokens", "-1e308,m,4,4", "1e308,m,4,4"], "check --trace-unit"),
         ([json.dumps(dict(MOONCAKE[0], output_length=10**30))], "line 1"),

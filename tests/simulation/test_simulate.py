@@ -15,10 +15,11 @@ import pytest
 from common.config.cli import parse
 from common.errors import ConfigError
 from scripts.load_tester.workload.plan import make_plan
-from scripts.simulator.client import PlannedTokens
+from scripts.load_tester.workload.planned_request import PlannedRequest
+from scripts.simulator.client import Outcome, PlannedTokens
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.main import main, simulate
-from scripts.simulator.report import table
+from scripts.simulator.report import missed_limits, table
 from scripts.simulator.simulation import Simulation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +123,24 @@ def test_requests_are_judged_by_their_limits() -> None:
     assert run(*words, "--context-length=110")["requests"]["errors"] == {"context_length_exceeded": 20}
 
 
+def test_gaps_are_judged_as_in_the_load_tester() -> None:
+    """Of 31 gaps, one takes 60 ms: 30 are less than 99 %."""
+    stamps = [*(0.01 * number for number in range(31)), 0.36]
+    outcome = Outcome(PlannedRequest(0, 0.0, (), 32), 0.0, stamps, ended_at=0.36)
+    assert missed_limits(outcome, {"itl": 0.05}) == ["itl"]
+    assert missed_limits(outcome, {"itl": 0.07}) == []
+
+
+def test_rates_are_those_of_the_measured_part() -> None:
+    """Ten requests/s for 20 s, of which the last 10 s are measured; an answer takes less than half a second."""
+    found = run("--rate=10", "--arrival=constant", "--duration=20s", "--warmup=10s", "--output-len=11")
+    assert found["requests"]["measured"] == 100
+    assert found["measured_s"] == pytest.approx(10.0, abs=0.5)
+    assert found["throughput"]["requests_per_s"] == pytest.approx(10.0, rel=0.05)
+    goodput = next(line for line in table(found) if line.startswith("goodput"))
+    assert float(goodput.split()[1]) == pytest.approx(10.0, rel=0.05)
+
+
 def test_traces_are_read_as_in_the_load_tester(tmp_path: Path) -> None:
     rows = [
         {"timestamp": 500 * i, "input_length": 600, "output_length": 5, "hash_ids": [1, 2 + i % 2]} for i in range(6)
@@ -133,6 +152,21 @@ def test_traces_are_read_as_in_the_load_tester(tmp_path: Path) -> None:
     assert found["virtual_s"] == pytest.approx(5.0, abs=0.2)
     # The second prompt finds the first's 512 shared tokens; the others find their whole prompt except the last page.
     assert found["cached_share"] == pytest.approx((512 + 4 * 592) / (6 * 600))
+
+
+def test_a_mix_names_priority_classes_as_in_the_load_tester() -> None:
+    words = ["--rate=200", "--num-requests=60", "--output-len=20", "--max-running-requests=2"]
+    words += ["--priority-classes=high:9,low:1", "--mix=chat:class=high;batch:class=low"]
+    by_class = run(*words)["classes"]
+    assert by_class["chat"]["ttft"]["mean"] < 0.7 * by_class["batch"]["ttft"]["mean"]
+    assert run("--num-requests=3", "--mix=chat:class=high")["requests"]["errors"] == {"invalid_request": 3}
+
+
+def test_a_trace_of_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt": [5, 6, 7], "max_tokens": 2}\n{"prompt": "king", "max_tokens": 2}\n')
+    assert main([f"--trace={trace}", "--rate=9"]) == 2
+    assert "the simulator needs numbers of tokens" in capsys.readouterr().err
 
 
 def test_the_table_shows_the_figures() -> None:
@@ -153,6 +187,7 @@ def test_the_table_shows_the_figures() -> None:
         (["--trace-window=1:2"], "--trace-window needs --trace"),
         (["--swa-full-tokens-ratio=auto"], "the simulator knows one pool of pages only"),
         (["--replay=x", "--decode=2"], "remove --decode"),
+        (["--kill-every=5"], "--kill-every needs --faults: it has no effect otherwise"),
     ],
 )
 def test_impossible_options_are_refused_by_name(words: list[str], sentence: str) -> None:
@@ -179,11 +214,47 @@ def test_a_plan_whose_page_cannot_be_written_is_refused_before_the_search(
     assert f"--html {tmp_path} is a folder: name a file in it" in capsys.readouterr().err
 
 
+def test_a_report_does_not_overwrite_its_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"input_length": 9, "output_length": 2}\n')
+    assert main([f"--trace={trace}", f"--json={trace}"]) == 2
+    assert "--trace and --json name the same file" in capsys.readouterr().err
+
+
 def test_the_table_is_shown_even_if_the_file_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--num-requests=5", "--rate=50", "--json=/dev/full"]) == 1
     said = capsys.readouterr()
     assert "5 sent, 5 answered" in said.out
     assert said.err == "simulate: cannot write --json /dev/full: No space left on device\n"
+
+
+def test_files_are_written_though_nothing_reads_the_table(tmp_path: Path) -> None:
+    plan, single = tmp_path / "plan.json", tmp_path / "single.json"
+    search = ["--plan", "--slo-ttft=10s", "--rate=1", "--plan-requests=9", "--plan-windows=3", "--plan-processes=1"]
+    for file, words in ((plan, search), (single, ["--num-requests=2"])):
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, "-m", "scripts.cli", "simulate", *words, f"--json={file}"]
+        done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+        os.close(writing)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(file.read_text())
+
+
+def test_a_plan_that_cannot_be_written_is_no_wrong_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    search = ["--plan", "--slo-ttft=10s", "--rate=1", "--plan-requests=9", "--plan-windows=3", "--plan-processes=1"]
+    page = tmp_path / "plan.html"
+    assert main([*search, "--json=/dev/full", f"--html={page}"]) == 1
+    assert capsys.readouterr().err == "simulate: cannot write --json /dev/full: No space left on device\n"
+    assert "<html" in page.read_text()
+
+
+def test_names_in_a_table_have_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    row = {"input_length": 9, "output_length": 2}
+    trace.write_text("\n".join(json.dumps({**row, "class": name}) for name in ("a\x1b[2J", "b\nc")))
+    assert main([f"--trace={trace}", "--rate=9"]) == 0
+    assert "\x1b" not in (out := capsys.readouterr().out) and "b\ufffdc" in out
 
 
 def test_ctrl_c_ends_a_run_with_partial_results() -> None:

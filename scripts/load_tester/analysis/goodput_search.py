@@ -5,7 +5,7 @@ interval around the share of good requests decides whether a rate holds; correla
 target lies inside the interval, the rate is tried again with another seed and the counts add up, at most ``MAX_TRIES``
 times. An invalid run, in which the client fell behind, counts neither way; a rate with two invalid runs bounds the
 search from above. Halving ends where a lower rate cannot help: every request failed, or requests without any other in
-flight were not good enough either.
+flight were not good enough either; and where no request arrives within ``--duration``.
 """
 
 import math
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from scripts.load_tester.analysis import stats
 from scripts.load_tester.analysis.metrics import Figures
+from scripts.load_tester.workload.plan import NoArrivals
 
 if TYPE_CHECKING:
     from scripts.load_tester.reporting.report import Report
@@ -119,7 +120,12 @@ def find_goodput(run: Run, start: float, target: float, steps: int) -> SearchRes
         why = "" if factor > 1 else points[-1].why_no_lower_rate(target)
         if why:
             return SearchResult(0.0, points, why)
-        point = measure(run, points[-1].rate * factor, target)
+        rate = points[-1].rate * factor
+        try:
+            point = measure(run, rate, target)
+        except NoArrivals:
+            best = max((one.rate for one in points if one.holds), default=0.0)
+            return SearchResult(best, points, f"at {rate:.4g}/s no request arrives within --duration")
         points.append(point)
         if point.holds != points[0].holds:
             break

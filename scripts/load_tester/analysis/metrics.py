@@ -82,8 +82,7 @@ def misses(record: RequestRecord, limits: dict[str, float]) -> list[str]:
     for name, limit in limits.items():
         value: float | None
         if name == "itl":
-            # The smallest gap that at least 99 % of the gaps do not exceed, without interpolation.
-            value = sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1] if gaps else None
+            value = limited_gap(gaps) if gaps else None
         else:
             value = {"ttft": record.ttft_s, "e2e": record.e2e_s, "tpot": record.tpot_s}[name]
         if value is not None and value > limit:
@@ -91,6 +90,11 @@ def misses(record: RequestRecord, limits: dict[str, float]) -> list[str]:
     if record.deadline_ms is not None and record.e2e_s * 1e3 > record.deadline_ms:
         broken.append("deadline")
     return broken
+
+
+def limited_gap(gaps: Sequence[float]) -> float:
+    """What ``--slo-itl`` limits: the smallest gap that 99 % of the gaps do not exceed, without interpolation."""
+    return sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1]
 
 
 def slo_limits(request_class: RequestClass | None, slos: dict[str, float]) -> dict[str, float]:
@@ -178,12 +182,13 @@ def groups(
     rng: np.random.Generator,
 ) -> Figures:
     """Main figures of each class or tenant, if there are several."""
-    names = list(dict.fromkeys(getattr(record, field) for record in records))
-    if len(names) < 2:
+    by_name: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        by_name.setdefault(getattr(record, field), []).append(record)
+    if len(by_name) < 2:
         return {}
     found = {}
-    for name in sorted(names):
-        own = [record for record in records if getattr(record, field) == name]
+    for name, own in sorted(by_name.items()):
         good = [record for record in own if record.is_ok and record.stamps_s]
         found[name or "(none)"] = {
             "count": len(own),

@@ -9,12 +9,15 @@ import re
 from array import array
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from scripts.load_tester.client.http_framing import chunk_size, read_head
 from scripts.load_tester.client.ipc import RequestDone
+
+#: Files have 32 bits for a number of tokens, and for a token.
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class _Delta(msgspec.Struct):
@@ -28,24 +31,24 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     message: _Delta | None = None  # of chats without streaming
     finish_reason: Any = None
-    token_ids: list[int] | None = None
+    token_ids: list[Int32] | None = None
 
 
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Int32 | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Int32 | None = None
+    completion_tokens: Int32 | None = None
     prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Meta(msgspec.Struct):
     id: str = ""
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
+    prompt_tokens: Int32 | None = None
+    completion_tokens: Int32 | None = None
+    cached_tokens: Int32 | None = None
     finish_reason: Any = None
     timings: dict[str, float] | None = None
     queue_time: float | None = None
@@ -59,16 +62,17 @@ class _Event(msgspec.Struct):
     usage: _Usage | None = None
     error: Any = None
     text: str | None = None
-    output_ids: list[int] | None = None
+    output_ids: list[Int32] | None = None
     meta_info: _Meta | None = None
     timings: dict[str, Any] | None = None
 
 
 #: Stage names of llama.cpp's server (milliseconds) and SGLang, with our name and the factor to seconds.
 FOREIGN = {"prompt_ms": ("prefill_s", 1e-3), "predicted_ms": ("decode_s", 1e-3), "queue_time": ("queue_s", 1.0)}
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)  # the second where a string is not UTF-8
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # bad syntax, no UTF-8, nested too deeply
+LONGEST = 1e12  # of a server's durations; a longer one is none
 NEWLINE = 10
-EMPTY_LINE = re.compile(rb"\n\n|\r\n\r\n")
+EMPTY_LINE, LONGEST_EMPTY = re.compile(rb"\n\n|\r\n\r\n"), 4
 _decode = msgspec.json.Decoder(_Event, strict=False).decode
 
 
@@ -157,15 +161,15 @@ def split_events(raw: bytes, at: int, is_chunked: bool) -> Iterator[tuple[int, b
             break
         at += len(chunk) + 4
         yield at - 2, data  # the fast path: a chunk that is one event of one line
-    rest = b""
+    rest = bytearray()  # of an event; only its last bytes can begin an empty line
     for begin, body in body_parts(raw, at, is_chunked):
-        whole = rest + body
-        origin = begin - len(rest)
+        origin, known = begin - len(rest), max(0, len(rest) - LONGEST_EMPTY + 1)
+        rest += body
         at = 0
-        for empty in EMPTY_LINE.finditer(whole):
-            yield origin + empty.end(), _data_of(whole[at : empty.start()])
-            at = empty.end()
-        rest = whole[at:]
+        for end, after in [empty.span() for empty in EMPTY_LINE.finditer(rest, known)]:
+            yield origin + after, _data_of(bytes(rest[at:end]))
+            at = after
+        del rest[:at]
 
 
 def _read_events(response: ParsedResponse, done: RequestDone, found: Iterator[tuple[int, bytes]]) -> None:
@@ -246,11 +250,16 @@ def _take_native(response: ParsedResponse, event: _Event, meta: _Meta, at: float
         response.stamps.append(at)
         response.counts.append(num_new)
     text, ids = event.text or "", event.output_ids or []
-    so_far = response.text
     # An increment can begin with the same text as the output so far; token ids are unambiguous.
-    is_whole = len(ids) == meta.completion_tokens if ids else text.startswith(so_far)
-    response.texts = [text] if is_whole else [so_far, text]
-    response.ids = ids if is_whole else response.ids + ids
+    is_whole = len(ids) == meta.completion_tokens
+    if not ids:
+        response.texts = [response.text]
+        is_whole = text.startswith(response.texts[0])
+    if is_whole:
+        response.texts, response.ids = [text], ids or response.ids
+    else:
+        response.texts.append(text)
+        response.ids += ids
     if meta.finish_reason:
         reason = meta.finish_reason if isinstance(meta.finish_reason, dict) else {"type": meta.finish_reason}
         response.finish = str(reason.get("type", ""))
@@ -269,7 +278,7 @@ def _stages(timings: dict[str, Any]) -> dict[str, float]:
     found = {}
     for name, value in timings.items():
         ours, scale = FOREIGN.get(name, (name if name.endswith("_s") else "", 1.0))
-        if ours and isinstance(value, int | float):
+        if ours and isinstance(value, int | float) and abs(value) < LONGEST:
             found[ours] = value * scale
     return found
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.analysis.stats import QUANTILES, UNBOUNDED
+from scripts.load_tester.config import has_limits
 from scripts.load_tester.reporting.formats import NO_VALUE, interval, limit, milliseconds, per_second, percent
 from scripts.load_tester.reporting.report import Report
 
@@ -79,7 +80,7 @@ def _goodput(report: Report) -> Tile:
     low, high = service["attainment_ci"]
     tone: Tone = ""
     judgement = "no limit given: every answer is good"
-    if has_limits(report):
+    if has_objective(report):
         is_reached = reaches_objective(report)
         judgement = f"{percent(service['attainment'])} good: {'reaches' if is_reached else 'misses'} {target * 100:g}%"
         tone = "good" if is_reached else "bad"
@@ -89,11 +90,9 @@ def _goodput(report: Report) -> Tile:
     )  # fmt: skip
 
 
-def has_limits(report: Report) -> bool:
+def has_objective(report: Report) -> bool:
     """Whether the run or one of its classes has a limit or a deadline."""
-    return bool(report.service["limits_s"]) or any(
-        word in (report.config.get("mix") or "") for word in ("slo-", "deadline=")
-    )
+    return bool(report.service["limits_s"]) or has_limits(report.config.get("mix"))
 
 
 def _failed(report: Report) -> Tile:
@@ -143,7 +142,7 @@ def objective(report: Report) -> str:
         for name, value in report.service["limits_s"].items()
     )
     target = f"{float(report.config.get('slo_attainment', 0.9)) * 100:g}% of requests"
-    if not has_limits(report):
+    if not has_objective(report):
         return "none: without --slo-ttft, --slo-itl, --slo-tpot or --slo-e2e every answer counts as good"
     return f"{target} within {limits or 'the limits of their class'}"
 

@@ -24,6 +24,10 @@ from scripts.load_tester.workload.session_sampling import (
 from scripts.load_tester.workload.traces import ReplayOptions, read_trace, replay_trace
 
 
+class NoArrivals(ConfigError):
+    """No request arrives within ``--duration``."""
+
+
 @dataclass
 class Plan:
     """All requests of a run.
@@ -83,7 +87,7 @@ def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None
         burst_size=config.burst_size,
     )
     if not len(at):
-        raise ConfigError("no request arrives within --duration: raise --rate or --duration")
+        raise NoArrivals("no request arrives within --duration: raise --rate or --duration")
     length = duration_s if duration_s is not None and most is None else float(at[-1])
     return at, len(at), length
 
@@ -108,14 +112,15 @@ def _trace_plan(config: LoadOptions, classes: dict[str, RequestClass]) -> Plan:
         names = make_rng(config.seed, SAMPLING, TENANT).integers(0, config.tenants, len(plan))
         for planned, number in zip(plan, names.tolist(), strict=True):
             planned.tenant = planned.tenant or f"tenant-{number}"
-    if not trace.has_times and (config.trace_window or config.trace_jitter or config.time_scale != 1):
-        raise ConfigError("--trace-window, --trace-jitter and --time-scale need a trace with timestamps")
+    needs_times = config.trace_window or config.trace_jitter or config.time_scale != 1 or config.trace_unit != "auto"
+    if needs_times and not trace.has_times:
+        raise ConfigError("--trace-unit, --trace-window, --trace-jitter and --time-scale need a trace with timestamps")
     if trace.has_times and config.arrival != "poisson":
         raise ConfigError("--arrival has no effect: this trace has its own instants; leave it out")
     if config.concurrency or not trace.has_times:
         return _retimed(config, plan, trace.notes, classes)
     if not plan:
-        raise ConfigError("no request of the trace comes within --duration")
+        raise NoArrivals("no request of the trace comes within --duration")
     return Plan([[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, classes, False, len(plan))
 
 

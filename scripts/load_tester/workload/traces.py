@@ -202,13 +202,13 @@ def _own_row(content: dict[str, Any]) -> TraceRow:
 
 
 def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[TraceRow]]:
-    reader = csv.DictReader(itertools.dropwhile(lambda line: not line.strip(), lines))
+    reader = csv.DictReader(itertools.dropwhile(lambda line: not line.strip(), lines), restval="")
     reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
     names = set(reader.fieldnames)
     if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
-        name, columns = "Azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens", "")
+        name, columns = "Azure", ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     elif {"Timestamp", "Request tokens", "Response tokens"} <= names:
-        name, columns = "BurstGPT", ("Timestamp", "Request tokens", "Response tokens", "Model")
+        name, columns = "BurstGPT", ("Timestamp", "Request tokens", "Response tokens")
     else:
         raise ConfigError(
             f"--trace {path} has no known format: neither JSON lines, nor the CSV of Azure or BurstGPT "
@@ -219,7 +219,7 @@ def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[TraceRow]]:
         try:
             at = _date(cells[columns[0]]) if name == "Azure" else float(cells[columns[0]])
             counts = _length(cells[columns[1]]), _length(cells[columns[2]])
-            rows.append(TraceRow(at, *counts, (), cells.get(columns[3]) or ""))
+            rows.append(TraceRow(at, *counts, (), cells.get("Model", "")))
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise ConfigError(f"--trace {path}, line {reader.line_num}: {error}") from None
     return name, MOONCAKE_TOKENS, rows

@@ -6,7 +6,6 @@ With a profile in ``--hardware``, it measures two decode nodes that share a proc
 import datetime
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,12 +13,14 @@ import numpy as np
 from common.errors import ConfigError
 from scripts.load_tester.client.client_pool import ClientFailed
 from scripts.load_tester.config import LoadtestConfig
+from scripts.load_tester.output_files import say
 from scripts.load_tester.reporting.formats import milliseconds, percent
 from scripts.simulator.calibration.drive import ServiceSize, ask_service, measure
 from scripts.simulator.calibration.fit import Fit, TooFewSamples, fit_beside_decode, fit_costs
 from scripts.simulator.calibration.samples import Samples
 from scripts.simulator.config import POOL_TOKENS, SimulateConfig
 from scripts.simulator.hardware.node_model import Profile, find_hardware
+from scripts.simulator.report import write_report
 
 #: Meanings of the costs that a calibration finds, in the order in which they are printed.
 MEANINGS = {
@@ -46,7 +47,7 @@ def calibrate_command(config: SimulateConfig) -> int:
     """Measure, fit, write the profile to ``--json``; returns the exit status."""
     assert config.calibrate is not None and config.json is not None
 
-    def say(words: str) -> None:
+    def tell(words: str) -> None:
         if config.progress:
             print(words, file=sys.stderr, flush=True)
 
@@ -67,7 +68,7 @@ def calibrate_command(config: SimulateConfig) -> int:
         base = replace(base, endpoint="generate")
     kv_bytes = size.kv_bytes_per_token or config.kv_bytes_per_token
     try:
-        samples = measure(base, server, size, seconds=config.calibrate_seconds, say=say)
+        samples = measure(base, server, size, seconds=config.calibrate_seconds, say=tell)
         if isinstance(known, Profile):
             profile = _with_beside_decode(known, samples)
         else:
@@ -76,18 +77,16 @@ def calibrate_command(config: SimulateConfig) -> int:
         raise ConfigError(f"--calibrate: {error}, too few to fit costs: raise --calibrate-seconds") from None
     except ClientFailed as error:
         raise ConfigError(f"--calibrate: {error}") from None
-    try:
-        Path(config.json).write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"--json {config.json} cannot be written: {error.strerror}") from None
-    print("\n".join(profile_lines(profile)), flush=True)
+    text = msgspec.json.format(msgspec.json.encode(profile).decode(), indent=2) + "\n"
+    is_written = write_report(config.json, "--json", lambda: text)
+    say(*profile_lines(profile))
     if max(profile.errors.values()) > DOUBTFUL:
         print(
             f"simulate: an error of more than {DOUBTFUL:.0%} says that the service had other work, or that its steps "
             "are not of this form: calibrate again on an idle machine",
             file=sys.stderr,
         )
-    return 0
+    return 0 if is_written else 1
 
 
 def _in_own_words(message: str) -> str:

@@ -18,6 +18,7 @@ from scripts.load_tester.client.request_headers import common_headers
 from scripts.load_tester.client.server_info import ServerInfo, fetch_server_info, get_json
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.run import run_load
+from scripts.simulator.calibration.fit import TooFewSamples
 from scripts.simulator.calibration.samples import Samples, StreamedRequest
 
 #: Shares of the time for single requests and for prompts beside outputs; the rest is for batches.
@@ -211,12 +212,18 @@ class Driver:
         return self._send(designed_rows(short, BATCH_OUTPUT), concurrency=batch, seconds=seconds)
 
     def _send_beside(self, batch: int, seconds: float) -> tuple[list[StreamedRequest], list[StreamedRequest]]:
-        """Send ``batch`` outputs that last about ``seconds``, and prompts meanwhile; returns both."""
+        """Send ``batch`` outputs that last about ``seconds``, and prompts meanwhile; returns both.
+
+        Raises TooFewSamples: how long a step takes is not known.
+        """
         low, high = LENGTHS_BESIDE
         size, first = self._size, self._lengths[0]
         prompts = [length for length in self._lengths if low <= length <= high] or self._lengths[-1:]
-        # A step that is quick by comparison, so that no output ends before its time.
-        step_s = float(np.quantile([one.seconds for one in self.samples.steps if one.num_rows <= batch], 0.25))
+        # A step that is quick by comparison, so that no output ends before its time. Tokens may have come all at once.
+        steps_s = [one.seconds for one in self.samples.steps if one.num_rows <= batch and one.seconds > 0]
+        if not steps_s:
+            raise TooFewSamples(f"0 decode steps of at most {batch} outputs were measured")
+        step_s = float(np.quantile(steps_s, 0.25))
         room = (size.pool_tokens // 2 or MAX_PROMPT) // batch
         num_output = max(BATCH_OUTPUT, min(int(seconds / step_s), room - first, size.context_length // 2))
         outputs = ({"input_length": first, "output_length": num_output} for _ in range(batch))

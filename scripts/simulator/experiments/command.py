@@ -3,12 +3,13 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 from common.errors import ConfigError
+from scripts.load_tester.output_files import say
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.experiments.cases import EXPERIMENTS
 from scripts.simulator.experiments.run import Measured, lines_of, run_experiment
+from scripts.simulator.report import write_report
 
 
 def experiment_command(config: SimulateConfig) -> int:
@@ -18,18 +19,14 @@ def experiment_command(config: SimulateConfig) -> int:
     if config.trace is not None and not experiment.takes_trace:
         raise ConfigError(f"--trace has no effect with --experiment {experiment.name}, whose loads are drawn")
 
-    def say(one: Measured) -> None:
+    def tell(one: Measured) -> None:
         if config.progress:
             words = f"{one.case.name}, {one.variant.name}: {one.rate:.3g} requests/s per device"
             print(words, file=sys.stderr, flush=True)
 
     processes = config.plan_processes or os.cpu_count() or 1
-    measured = run_experiment(experiment, config, num_processes=processes, on_measured=say)
-    print("\n".join(lines_of(experiment, measured)), flush=True)
-    if config.json:
-        rows = [{"case": m.case.name, "variant": m.variant.name, "requests_per_s_per_device": m.rate} for m in measured]
-        try:
-            Path(config.json).write_text(json.dumps({"claim": experiment.claim, "measured": rows}, indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--json {config.json} cannot be written: {error.strerror}") from None
-    return 0
+    measured = run_experiment(experiment, config, num_processes=processes, on_measured=tell)
+    say(*lines_of(experiment, measured))
+    rows = [{"case": m.case.name, "variant": m.variant.name, "requests_per_s_per_device": m.rate} for m in measured]
+    content = {"claim": experiment.claim, "measured": rows}
+    return 0 if write_report(config.json, "--json", lambda: json.dumps(content, indent=2) + "\n") else 1

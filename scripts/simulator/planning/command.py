@@ -3,14 +3,14 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from common.errors import ConfigError
+from scripts.load_tester.output_files import say
 from scripts.load_tester.reporting.formats import percent
 from scripts.load_tester.workload.plan import make_plan
-from scripts.simulator.config import POOL_TOKENS, SimulateConfig
+from scripts.simulator.config import CONTEXT_LENGTH, POOL_TOKENS, SimulateConfig
 from scripts.simulator.hardware.node_model import NodeModel, find_hardware
 from scripts.simulator.planning.deployment import Deployment
 from scripts.simulator.planning.estimate import LoadSize
@@ -20,6 +20,7 @@ from scripts.simulator.planning.report import plan_figures, plan_lines
 from scripts.simulator.planning.search import Goal
 from scripts.simulator.planning.verdict import Verdict
 from scripts.simulator.planning.windows import windows_of
+from scripts.simulator.report import write_report
 
 CHUNKS, BATCH_LIMITS = (8_192, 2_048), (256, 64)
 INFINITE = float("inf")
@@ -49,30 +50,28 @@ class PlanProgress:
 
 
 def plan_command(config: SimulateConfig) -> int:
-    """Search, print and write; returns the exit status: 1 if nothing holds the objectives."""
+    """Search, print and write; returns the exit status: 1 if nothing holds the objectives, or a file is not written."""
     result, verdicts = make_service_plan(config)
-    print("\n".join(plan_lines(result, config)), flush=True)
-    if config.json:
-        _write(config.json, "--json", lambda: json.dumps(plan_figures(result, config), indent=2) + "\n")
-    if config.html:
+    say(*plan_lines(result, config))
+
+    def page() -> str:
         from scripts.simulator.planning.page import plan_page
 
-        _write(config.html, "--html", lambda: plan_page(result, config, verdicts))
-    return 0 if result.chosen else 1
+        return plan_page(result, config, verdicts)
 
-
-def _write(path: str, flag: str, text: Callable[[], str]) -> None:
-    try:
-        Path(path).write_text(text(), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}") from None
+    has_json = write_report(config.json, "--json", lambda: json.dumps(plan_figures(result, config), indent=2) + "\n")
+    has_page = write_report(config.html, "--html", page)
+    return 0 if result.chosen and has_json and has_page else 1
 
 
 def make_service_plan(config: SimulateConfig) -> tuple[PlanResult, Mapping[tuple[Deployment, float], Verdict]]:
     """Search for a plan; also returns everything that was simulated for it."""
     windows = windows_of(config, num_windows=config.plan_windows, num_requests=config.plan_requests)
     load = LoadSize.of([make_plan(window) for window in windows])
+    if not load.span_s:
+        raise ConfigError("--plan needs requests at different instants: raise --plan-requests, or lower --burst-size")
     goal = Goal(config.slo_attainment, config.plan_confidence, MAX_DEVICES)
+    _check_lengths(config, load)
     objective = Objective(config.slos.get("ttft", INFINITE), config.slos.get("itl", config.slos.get("tpot", INFINITE)))
     progress = PlanProgress(config.progress and sys.stderr.isatty())
     processes = config.plan_processes or os.cpu_count() or 1
@@ -82,6 +81,18 @@ def make_service_plan(config: SimulateConfig) -> tuple[PlanResult, Mapping[tuple
             return planner.plan(), evaluate.known
     finally:
         progress.clear()
+
+
+def _check_lengths(config: SimulateConfig, load: LoadSize) -> None:
+    """Raise ConfigError if so many requests are longer than the context that no number of nodes helps."""
+    context = config.context_length or CONTEXT_LENGTH
+    count = len(load.requests)
+    too_long = sum(one.num_input + (config.max_new_tokens or one.num_output) > context for one in load.requests)
+    if too_long > (1 - config.slo_attainment) * count:
+        raise ConfigError(
+            f"--plan: {too_long:,} of {count:,} requests are longer than the context of {context:,} tokens and fail: "
+            "raise --context-length, or shorten them"
+        )
 
 
 def choices_of(config: SimulateConfig) -> Choices:
@@ -103,11 +114,13 @@ def choices_of(config: SimulateConfig) -> Choices:
         price = config.price_per_hour
         nodes = {tp: replace(node, price_per_hour=price * node.num_devices) for tp, node in nodes.items()}
     chunk, limit, local = config.chunked_prefill_size, config.max_running_requests, config.local_prefill
+    page = config.page_size
     return Choices(
         nodes,
         prefill_tps,
         decode_tps,
-        chunks=CHUNKS if chunk is None else (chunk,),
+        chunks=(tuple(one for one in CHUNKS if one >= page) or (page,)) if chunk is None else (chunk,),
         batch_limits=BATCH_LIMITS if limit is None else (limit,),
         local_prefills=("never", "auto") if local == "never" else (local,),
+        page_size=page,
     )

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scripts.simulator.hardware.node_model import NodeModel
-
 Kind = Literal["prefill", "decode"]
 Local = Literal["never", "auto", "always"]
 
@@ -85,9 +83,6 @@ class Deployment:
             f"{self.num_prefill} prefill{_devices(self.settings.prefill_tp)} + "
             f"{self.num_decode} decode{_devices(self.settings.decode_tp)}"
         )
-
-    def price_per_hour(self, prefill: NodeModel, decode: NodeModel) -> float:
-        return self.num_prefill * prefill.price_per_hour + self.num_decode * decode.price_per_hour
 
     def flags(self) -> Sequence[str]:
         """Options of ``simulate``, and of nodes, that give this deployment."""

@@ -58,10 +58,11 @@ class LoadSize:
 
 
 def prefill_s(size: RequestSize, costs: Costs, chunk: int) -> float:
-    """Time to compute a prompt alone on a node."""
+    """Time to compute a prompt alone on a node, in chunks of this size; -1: in one step."""
     seconds, start = 0.0, size.num_cached
     while start < size.num_input:
-        length = min(chunk, size.num_input - start)
+        left = size.num_input - start
+        length = left if chunk < 0 else min(chunk, left)
         seconds += costs.seconds(StepWork(length, 0, 0, length * start + length * (length + 1) // 2))
         start += length
     return seconds
@@ -110,14 +111,17 @@ def decode_nodes(load: LoadSize, node: NodeModel, itl_s: float, limit: int, fact
     return max(1, math.ceil(work))
 
 
-def colocated_chunk(load: LoadSize, node: NodeModel, itl_s: float) -> int:
-    """The largest chunk beside which decoding requests keep their objective; the smallest if none does."""
+def colocated_chunk(load: LoadSize, node: NodeModel, itl_s: float, page_size: int = 1) -> int:
+    """The largest chunk beside which decoding requests keep their objective; the smallest of at least a page if none
+    does.
+    """
+    chunks = [chunk for chunk in CHUNKS if chunk >= page_size] or [page_size]
     context = sum(one.num_input for one in load.requests) / len(load.requests)
-    for chunk in CHUNKS:
+    for chunk in chunks:
         work = StepWork(chunk, ROWS_BESIDE, int(ROWS_BESIDE * context), int(chunk * (context + chunk) / 2))
         if node.costs.seconds(work) <= capacity.OBJECTIVE_SHARE * itl_s:
             return chunk
-    return CHUNKS[-1]
+    return chunks[-1]
 
 
 def colocated_nodes(load: LoadSize, node: NodeModel, chunk: int, itl_s: float, limit: int, factor: float) -> int:

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -46,9 +46,8 @@ def deployed(config: SimulateConfig, deployment: Deployment) -> SimulateConfig:
 def run_window(config: SimulateConfig, target: float) -> WindowResult:
     """Simulate one window, to its end or until it is hopeless."""
     plan = make_plan(config)
-    planned = [request for session in plan.sessions for request in session]
-    begin, end = config.warmup_s, (planned[-1].at if planned else 0.0)
-    watch = _Watch(config, plan.classes, sum(begin <= one.at for one in planned), target)
+    counted = {one.index for session in plan.sessions if session[0].at >= config.warmup_s for one in session}
+    watch = _Watch(config.slos, plan.classes, counted, target)
     simulation = Simulation(config, plan)
     simulation.run(watch)
     watch(simulation)
@@ -60,9 +59,6 @@ def run_window(config: SimulateConfig, target: float) -> WindowResult:
         num_good=watch.num_good,
         num_late=watch.num_late,
         num_slow=watch.num_slow,
-        num_input=sum(one.num_input for one in planned),
-        num_output=sum(one.num_output for one in planned),
-        span_s=end,
         ttft_p99_s=float(np.quantile([one.stamps_s[0] - one.due_at for one in answered], 0.99)) if answered else 0.0,
         itl_p99_s=float(np.quantile(np.concatenate(gaps), 0.99)) if gaps else 0.0,
         is_whole=not simulation.is_stopped,
@@ -70,24 +66,28 @@ def run_window(config: SimulateConfig, target: float) -> WindowResult:
 
 
 class _Watch:
-    """Judges requests while a simulation runs, and stops it when too many have missed their objectives."""
+    """Judges requests while a simulation runs, and stops it when too many have missed their objectives.
+
+    Args:
+        counted: indices of the requests to judge: those of sessions that begin after the warm-up.
+    """
 
     def __init__(
-        self, config: SimulateConfig, classes: dict[str, RequestClass], num_expected: int, target: float
+        self, limits: dict[str, float], classes: dict[str, RequestClass], counted: Collection[int], target: float
     ) -> None:
-        self.num_expected = num_expected
+        self.num_expected = len(counted)
         self.judged: list[Outcome] = []
         self.num_good = self.num_late = self.num_slow = 0
-        self._from_s = config.warmup_s
-        self._limits = config.slos
+        self._counted = counted
+        self._limits = limits
         self._classes = classes
-        self._most_missed = STOP_AT * (1 - target) * num_expected + 1
+        self._most_missed = STOP_AT * (1 - target) * self.num_expected + 1
         self._num_seen = 0
         self._undecided: list[Outcome] = []
 
     def __call__(self, simulation: Simulation) -> None:
         outcomes = simulation.client.outcomes
-        self._undecided += [one for one in outcomes[self._num_seen :] if one.due_at >= self._from_s]
+        self._undecided += [one for one in outcomes[self._num_seen :] if one.planned.index in self._counted]
         self._num_seen = len(outcomes)
         self._undecided = [one for one in self._undecided if not self._is_decided(one, simulation)]
         if len(self.judged) - self.num_good > self._most_missed and not simulation.client.is_done:

@@ -28,6 +28,7 @@ class Choices:
 
     Attributes:
         nodes: costs and sizes of a node, by its number of devices.
+        page_size: no chunk is smaller.
     """
 
     nodes: dict[int, NodeModel]
@@ -36,6 +37,7 @@ class Choices:
     chunks: tuple[int, ...] = (8_192, 2_048)
     batch_limits: tuple[int, ...] = (256, 64)
     local_prefills: tuple[Local, ...] = ("never", "auto")
+    page_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,8 @@ class PlanResult:
         )
 
     def price_per_hour(self, deployment: Deployment) -> float:
-        own = deployment.settings
-        return deployment.price_per_hour(self.nodes[own.prefill_tp], self.nodes[own.decode_tp])
+        prices = {kind: self.nodes[deployment.devices_of(kind)].price_per_hour for kind in deployment.settings.kinds}
+        return sum(deployment.count(kind) * price for kind, price in prices.items())
 
     def price_per_million(self, deployment: Deployment, factor: float = 1.0) -> float:
         """US dollars per million tokens of prompts and outputs."""
@@ -164,7 +166,7 @@ class Planner:
         limit = own.batch_limits[0]
         for tp in own.decode_tps:
             node = own.nodes[tp]
-            chunk = estimate.colocated_chunk(self._load, node, goal.itl_s)
+            chunk = estimate.colocated_chunk(self._load, node, goal.itl_s, own.page_size)
             if estimate.share_within_ttft(self._load, node.costs, chunk, goal.ttft_s) < self._goal.share:
                 continue
             if estimate.largest_batch(self._load, node, goal.itl_s, limit):

@@ -19,8 +19,6 @@ class WindowResult:
         num_good: of these, those within all their objectives.
         num_late: those whose first token missed its objective.
         num_slow: those whose later tokens missed theirs.
-        num_input, num_output: tokens of all planned requests of the window.
-        span_s: time over which the requests arrive.
         ttft_p99_s, itl_p99_s: 99th percentiles of requests that ended; 0 without any.
         is_whole: False if the simulation was stopped early, since too many requests had missed their objectives.
     """
@@ -30,9 +28,6 @@ class WindowResult:
     num_good: int
     num_late: int = 0
     num_slow: int = 0
-    num_input: int = 0
-    num_output: int = 0
-    span_s: float = 0.0
     ttft_p99_s: float = 0.0
     itl_p99_s: float = 0.0
     is_whole: bool = True

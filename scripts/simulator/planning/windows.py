@@ -52,10 +52,10 @@ def windows_of(config: SimulateConfig, *, num_windows: int, num_requests: int) -
 
 
 def _drawn(config: SimulateConfig, num_windows: int, each: int) -> list[SimulateConfig]:
-    span_s = each / _rate(config)
+    rate = _rate(config)
     return [
-        replace(config, num_requests=each, duration=None, seed=config.seed + number,
-                warmup=f"{WARMUP_SHARE * span_s:.6f}")
+        replace(config, rate=f"{rate!r}", num_requests=each, duration=None, seed=config.seed + number,
+                warmup=f"{WARMUP_SHARE * each / rate:.6f}")
         for number in range(num_windows)
     ]  # fmt: skip
 
@@ -74,6 +74,6 @@ def scaled(window: SimulateConfig, factor: float) -> SimulateConfig:
     if factor == 1.0:
         return window
     warmup = f"{window.warmup_s / factor:.6f}"
-    if window.trace is not None and window.rate is None:
+    if window.rate is None:  # a stretch of a trace, at its own pace
         return replace(window, time_scale=window.time_scale / factor, warmup=warmup)
-    return replace(window, rate=f"{float(window.rate or '1') * factor!r}", warmup=warmup)
+    return replace(window, rate=f"{float(window.rate) * factor!r}", warmup=warmup)

@@ -282,6 +282,18 @@ def test_too_few_samples_are_refused_with_their_number() -> None:
         fit_costs(samples, KV_BYTES)
 
 
+@pytest.mark.parametrize("num_tokens", [2, 8])
+def test_a_service_whose_tokens_come_all_at_once_gives_too_few_samples(num_tokens: int) -> None:
+    class BufferedDriver(Driver):
+        def _send(self, rows: Iterable[dict[str, int]], **load: object) -> list[StreamedRequest]:
+            return [StreamedRequest(16, 0.0, [1.0] * num_tokens, {"prefill_s": 0.1})] * 16
+
+    server = ServerInfo("m", 4_096, "baton", {})
+    driver = BufferedDriver(LoadtestConfig(), server, ServiceSize("m", 512), lambda words: None)
+    with pytest.raises(TooFewSamples, match="0 decode steps of at most 1 outputs"):
+        driver.measure_round(10.0)
+
+
 def register(role: str, **fields: object) -> dict[str, object]:
     layout = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "page_size": 16, "dtype": "bfloat16"}
     found = {"role": role, "layout": layout, "num_pages": 100, "max_running": 8, "context_length": 512, **fields}

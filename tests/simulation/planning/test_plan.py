@@ -75,10 +75,19 @@ def test_a_drawn_load_has_a_window_for_each_seed() -> None:
     assert scaled(windows[0], 2.0).rate == "20.0"
 
 
+def test_a_trace_without_timestamps_comes_at_a_drawn_pace(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"input_length": 9, "output_length": 2}\n' * 90)
+    windows = windows_of(config("--plan", f"--trace={file}", "--slo-ttft=1"), num_windows=3, num_requests=90)
+    slow, fast = (make_plan(scaled(windows[0], factor)) for factor in (1.0, 2.0))
+    assert fast.seconds == pytest.approx((slow.seconds or 0.0) / 2)
+
+
 def test_estimates_follow_from_tokens_and_costs() -> None:
     load = LoadSize((RequestSize(1_000, 500, 10),) * 20, 10.0)
     node = NodeModel(Costs(0.01, 0.001, 0.001, 0.0), 256, 20_000, 1, 1.0)
     assert estimate.prefill_s(load.requests[0], node.costs, 300) == pytest.approx(2 * 0.01 + 0.5)
+    assert estimate.prefill_s(load.requests[0], node.costs, -1) == pytest.approx(0.01 + 0.5)  # the whole prompt at once
     assert estimate.share_within_ttft(load, node.costs, 300, 0.53) == 1.0
     assert estimate.share_within_ttft(load, node.costs, 300, 0.52) == 0.0
     assert estimate.prefill_nodes(load, node, 300, 1.0) == 2  # 10.4 s of work in 10 s, busy for 70 %
@@ -86,6 +95,16 @@ def test_estimates_follow_from_tokens_and_costs() -> None:
     assert estimate.largest_batch(load, node, 0.03, 8) == 8
     assert estimate.largest_batch(load, node, 1.0, 256) == 19  # as many contexts of 1,005 tokens as the pool holds
     assert estimate.largest_batch(load, node, 0.013, 256) == 0
+
+
+def test_no_chunk_is_smaller_than_a_page() -> None:
+    load = LoadSize((RequestSize(1_000, 0, 10),) * 20, 10.0)
+    node = NodeModel(Costs(0.01, 0.001, 0.001, 0.0), 256, 20_000, 1, 1.0)
+    assert estimate.colocated_chunk(load, node, 0.02) == 128  # too slow, as all are
+    assert estimate.colocated_chunk(load, node, 0.02, 256) == 256
+    assert estimate.colocated_chunk(load, node, 0.02, 16_384) == 16_384
+    for page_size, chunks in ((16, (8_192, 2_048)), (4_096, (8_192,)), (16_384, (16_384,))):
+        assert choices_of(config("--plan", "--slo-ttft=1", f"--page-size={page_size}")).chunks == chunks
 
 
 COSTS = ["--step-cost=5ms", "--prompt-token-cost=0.2ms", "--row-cost=1ms", "--context-token-cost=0"]
@@ -96,11 +115,18 @@ def test_a_hopeless_window_ends_early(trace: Path) -> None:
     window = windows_of(config("--plan", f"--trace={trace}", *COSTS, *GOALS), num_windows=3, num_requests=120)[0]
     fine = run_window(deployed(window, Deployment(1, 1)), 0.9)
     assert (fine.num_expected, fine.num_judged, fine.num_good, fine.is_whole) == (32, 32, 32, True)
-    assert fine.num_output == 40 * 5
     assert 0.1 < fine.ttft_p99_s < 0.4
     flooded = run_window(deployed(scaled(window, 50.0), Deployment(1, 1)), 0.9)
     assert flooded.num_good < flooded.num_judged
     assert flooded.num_late > 0
+
+
+def test_all_turns_of_the_sessions_that_begin_after_the_warm_up_count() -> None:
+    """Ten requests/s, 20 sessions, warm-up of 0.4 s: four sessions begin at 0, 0.1, 0.2 and 0.3 s."""
+    load = ["--rate=10", "--arrival=constant", "--turns=3", "--input-len=100", "--output-len=2"]
+    window = windows_of(config("--plan", *load, *COSTS, *GOALS), num_windows=3, num_requests=60)[0]
+    fine = run_window(deployed(window, Deployment(1, 1)), 0.9)
+    assert (fine.num_expected, fine.num_judged, fine.num_good, fine.is_whole) == (48, 48, 48, True)
 
 
 def test_a_deployment_is_simulated_once(trace: Path) -> None:
@@ -196,6 +222,21 @@ def test_nothing_holds_an_impossible_objective(trace: Path, capsys: pytest.Captu
     assert "prompts take longer than --slo-ttft even alone" in capsys.readouterr().out.replace("\n            ", " ")
     assert main(["--plan", *words, "--slo-itl=5ms"]) == 1
     assert "a decode step takes longer than --slo-itl" in capsys.readouterr().out.replace("\n            ", " ")
+
+
+def test_windows_of_a_single_burst_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--plan", "--arrival=burst", "--burst-size=99", *GOALS]) == 2
+    assert "--plan needs requests at different instants" in capsys.readouterr().err
+
+
+def test_requests_that_no_context_holds_are_refused_before_the_search(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fifth of the requests has 900 tokens and an output of 5."""
+    words = ["--plan", f"--trace={trace}", "--plan-processes=1", *GOALS]
+    assert main([*words, "--context-length=904"]) == 2
+    assert "12 of 60 requests are longer than the context of 904 tokens" in capsys.readouterr().err
+    assert main([*words, "--context-length=905"]) == 0
 
 
 def test_a_model_that_needs_several_devices_is_planned_with_as_many() -> None:

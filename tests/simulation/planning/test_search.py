@@ -188,6 +188,16 @@ def test_the_loads_at_which_a_colocated_pool_is_cheaper_are_named(devices: list[
     assert crossing_words(PlanResult(load, rows[0].separate, rows[0].colocated, rows)) == words
 
 
+def test_a_colocated_pool_has_the_price_of_its_own_nodes() -> None:
+    """Of a model that fits no single device."""
+    node = NodeModel(Costs(), 256, 20_000, 2, 7.0)
+    pool = Found(Deployment(0, 3, Settings(1, 2, local_prefill="always")), verdict(1.0))
+    separate = Found(Deployment(2, 2, Settings(2, 2)), verdict(1.0))
+    result = PlanResult(LoadSize((RequestSize(1, 0, 1),), 1.0), separate, pool, nodes={2: node})
+    assert (result.price_per_hour(pool.deployment), result.price_per_hour(separate.deployment)) == (21.0, 28.0)
+    assert result.chosen is pool
+
+
 def test_windows_that_are_too_short_for_queues_to_grow_are_named() -> None:
     result = PlanResult(LoadSize((RequestSize(1, 0, 1),) * 10, 60.0), None, None)
     given = parse(SimulateConfig, ["--plan", "--slo-ttft=2s", "--plan-windows=3"], command="simulate")
