@@ -27,6 +27,7 @@ from common.wire.address import check_reach, host_and_port, is_loopback, is_unsp
 DEFAULT_GATEWAY = "127.0.0.1:8001"
 #: The value of --gateway of a node that waits for gateways to name it.
 LISTED = "listed"
+MAX_NAME = 256  # as messages take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,8 @@ class NodeConfig(
             "--etcd": self.etcd,
             "--gateway-file": self.gateway_file,
         }
+        if len(self.name or "") > MAX_NAME:
+            raise ConfigError(f"--name has {len(self.name or '')} characters; give at most {MAX_NAME}")
         given = [flag for flag, value in sources.items() if value]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both say where gateways are; give one of them")

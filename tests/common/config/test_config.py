@@ -155,6 +155,7 @@ def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
         (["--max-loaded-loras", "9"], "--max-loaded-loras has no effect without --lora or --lora-dir"),
         (["--max-lora-rank", "8"], "--max-lora-rank has no effect without --lora or --lora-dir"),
         (["--nixl-backend", "OTHER", "--transport", "tcp"], "--nixl-backend has no effect with --transport tcp"),
+        (["--name", "n" * 257], "--name has 257 characters; give at most 256"),
     ],
 )
 def test_an_impossible_node_is_refused_by_flag(words, sentence):
