@@ -115,7 +115,8 @@ def options(draw: st.DrawFn) -> list[str]:
         some("--schedule-conservativeness=0", "", "--num-reserved-decode-tokens=8", "--resume-prefill-threshold=16"),
         some("", "", "--disable-radix-cache", "--radix-eviction-policy=lfu", "--radix-eviction-policy=fifo"),
         some("", "", "--enable-mixed-chunk", "--stream-interval=3", "--max-queued-requests=5"),
-        some("", "", "--tenants=3", "--local-prefill-threshold=200", "--max-skip-ahead=0", "--refuse-hopeless"),
+        some("", "--local-prefill-threshold=200") if local == "auto" else "",
+        some("", "", "--tenants=3", "--max-skip-ahead=0", "--refuse-hopeless"),
     ]
     if draw(st.booleans()):
         words += [

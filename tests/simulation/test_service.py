@@ -130,8 +130,9 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
         "disable_radix_cache": draw(st.sampled_from([False, False, True])),
         "prefill_max_requests": draw(st.sampled_from([None, None, 1])),
         "local_prefill": draw(st.sampled_from(["never", "never", "auto", "always"])),
-        "local_prefill_threshold": 12,
     }
+    if found["local_prefill"] == "auto":
+        found["local_prefill_threshold"] = 12
     if draw(st.booleans()):
         found |= {
             "enable_priority_scheduling": True,
