@@ -156,13 +156,20 @@ async def test_the_stop_button_ends_the_request_at_the_nodes(browser, folder):
             await page.get_by_text("stopped by you").wait_for()
 
 
+@contextlib.asynccontextmanager
+async def opened_with_tools(browser, stack):
+    """The page with the example of tools in its settings."""
+    async with opened(browser, stack.url) as page:
+        await page.locator(".idea").first.wait_for()
+        await page.locator("#settings > summary").click()
+        await page.locator("#tools-example").click()
+        yield page
+
+
 async def test_reasoning_is_folded_and_the_result_of_a_tool_goes_back(browser, folder):
     async with toy_stack(folder) as stack:
         answers(stack, '(secret thought)Look:[get_weather|{"city":"Ulm"}]')
-        async with opened(browser, stack.url) as page:
-            await page.locator(".idea").first.wait_for()
-            await page.locator("#settings > summary").click()
-            await page.locator("#tools-example").click()
+        async with opened_with_tools(browser, stack) as page:
             answer = await chat(page, "Weather?")
             assert not await answer.get_by_text("secret thought").is_visible()
             await answer.locator(".reasoning summary").click()
@@ -179,10 +186,7 @@ async def test_reasoning_is_folded_and_the_result_of_a_tool_goes_back(browser, f
 async def test_the_result_of_a_tool_is_not_sent_once_the_conversation_has_gone_on(browser, folder):
     async with toy_stack(folder) as stack:
         answers(stack, '[get_weather|{"city":"Ulm"}]')
-        async with opened(browser, stack.url) as page:
-            await page.locator(".idea").first.wait_for()
-            await page.locator("#settings > summary").click()
-            await page.locator("#tools-example").click()
+        async with opened_with_tools(browser, stack) as page:
             await chat(page, "Weather?")
             answers(stack, "As you like.")
             await chat(page, "Never mind.")
