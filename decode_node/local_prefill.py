@@ -6,14 +6,13 @@ short prompts get their share beside long ones, and a request that lacks a row m
 
 from collections.abc import Sequence
 
-from common.cache.kv_window import KVWindow
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
 from common.scheduling.long_prompts import LongPrompts
 from common.scheduling.ordering import RequestOrdering
-from common.scheduling.prefill_adder import AddResult, Budgets, Chunk, PrefillAdder
+from common.scheduling.prefill_adder import AddResult, Chunk, PrefillAdder
 from common.scheduling.skip_ahead import PASSING, SkipAhead
 from decode_node.prealloc_queue import DecodeLimits, PreallocQueue
 from decode_node.preemption import Preemptor
@@ -26,7 +25,6 @@ class LocalPrefill:
 
     Args:
         queue: of the requests that wait for pages.
-        kv_window: which pages a request needs.
     """
 
     def __init__(
@@ -39,7 +37,6 @@ class LocalPrefill:
         ordering: RequestOrdering,
         queue: PreallocQueue,
         preemptor: Preemptor,
-        kv_window: KVWindow,
     ) -> None:
         self._cache = cache
         self._allocator = allocator
@@ -48,15 +45,7 @@ class LocalPrefill:
         self._ordering = ordering
         self._queue = queue
         self._preemptor = preemptor
-        self._kv_window = kv_window
-        self._long_prompts = LongPrompts(
-            limits.long_prompts,
-            ordering,
-            chunk_tokens=limits.chunk_tokens,
-            alignment=limits.alignment,
-            page_size=cache.page_size,
-            max_requests=limits.max_requests,
-        )
+        self._long_prompts = LongPrompts(limits, ordering, cache.page_size)
 
     def extend(self, now: float, received: Sequence[Request]) -> tuple[list[Chunk], list[Request]]:
         """Chunks of requests that are computed here, as far as the budgets reach, and the requests that begin.
@@ -145,15 +134,13 @@ class LocalPrefill:
         else:
             total += 1  # alone, a request may fill the pool to the last token
         ratio, clip = self._queue.expectation()
-        budgets = Budgets(total, self._limits.max_prefill_tokens, self._limits.chunk_tokens, self._limits.alignment)
         return PrefillAdder(
             self._cache,
             self._allocator,
-            budgets,
-            max_requests=self._limits.max_requests,
+            self._limits,
+            total_tokens=total,
             clip=clip,
             reserve_output=bool(holders),
             running=holders,
             ratio=ratio,
-            kv_window=self._kv_window,
         )

@@ -9,64 +9,40 @@ for a prefix in transfer; after that, only requests that leave it room may.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
-from common.cache.kv_window import KVWindow
 from common.decision_log import DecisionLog
 from common.request import Request, RequestKey
-from common.scheduling.chunked_prefill import ChunkAlignment
-from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits
-from common.scheduling.long_prompts import LongPromptLimits
-from common.scheduling.new_token_ratio import NewTokenRatio, expected_room, expected_tokens
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
+from common.scheduling.new_token_ratio import CLIP_TOKENS, NewTokenRatio, expected_room, expected_tokens
 from common.scheduling.ordering import RequestOrdering
-from common.scheduling.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
+from common.scheduling.prefill_adder import PrefillLimits
+from common.scheduling.skip_ahead import PASSING, SkipAhead
 from decode_node.page_reservation import AllocationFailure, PageReservations, Reservation
 from decode_node.request_state import Event, State
 from decode_node.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeLimits:
-    """Bounds of a decode node; None means no bound.
+class DecodeLimits(PrefillLimits):
+    """Bounds of a decode node, which also computes prompts.
 
     Attributes:
-        max_running: slots, which is the number of rows of the largest batch.
-        max_queued: requests waiting for pages; one more is refused.
-        context_length: tokens of prompt and output together.
-        max_prefill_tokens: prompt tokens computed in one step.
-        chunk_tokens: prompt tokens of one step, after which a prompt is cut; None computes prompts whole.
-        alignment: where a prompt may be cut.
-        max_requests: prompts in one step.
         is_mixed: chunks ride in the same steps as decode rows; otherwise both take turns.
-        sharing: when a local prompt waits for a prefix that another request is computing.
         clip_tokens: the most further tokens that a request is expected to need.
-        max_skip_ahead: smaller requests that may overtake a request that lacks pages.
         is_retracted_by_priority: when the batch outgrows the pool, the least urgent request is retracted; otherwise the
             one with the shortest output, whose loss costs the least work.
         resume_tokens: a retracted request that lacks more tokens than this is computed again by its prefill node; None
             computes it here in any case.
         reserved_tokens: room kept for each request's further output; None keeps as much as it is expected to need.
-        long_prompts: how long prompts that are computed here share steps with others.
-        kv_window: which pages a request needs; None: all.
     """
 
-    max_running: int
-    max_queued: int | None = None
-    context_length: int | None = None
-    max_prefill_tokens: int = 16_384
-    chunk_tokens: int | None = None
-    alignment: ChunkAlignment = field(default_factory=ChunkAlignment)
-    max_requests: int | None = None
     is_mixed: bool = False
-    sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)
-    clip_tokens: int = 4_096
-    max_skip_ahead: int = MAX_SKIP_AHEAD
+    clip_tokens: int = CLIP_TOKENS
     is_retracted_by_priority: bool = False
     resume_tokens: int | None = None
     reserved_tokens: int | None = None
-    long_prompts: LongPromptLimits = field(default_factory=LongPromptLimits)
-    kv_window: KVWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,6 @@ class DecodeScheduler:
             ordering=ordering,
             queue=self._queue,
             preemptor=self._preemptor,
-            kv_window=self._kv_window,
         )
         self.decisions = self._queue.decisions
         self._totals = {"budget_rows": 0, "budget_rows_used": 0, "resumed_tokens_computed": 0}

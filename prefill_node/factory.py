@@ -1,12 +1,13 @@
 """Builds the prefill role from the parts of a node process."""
 
 from common.node.worker_context import WorkerContext
+from common.scheduling.prefill_adder import PrefillLimits
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import TransportEnds
 from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks.node_transports import NodeTransports
 from prefill_node.role import PrefillRole
-from prefill_node.scheduler import PrefillLimits, PrefillScheduler
+from prefill_node.scheduler import PrefillScheduler
 
 
 def open_transports(context: WorkerContext) -> NodeTransports:

@@ -12,7 +12,7 @@ Calls queue what follows from them as effects, for the role to take and perform.
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from common.cache.kv_window import KVWindow
 from common.cache.page_allocator import PageAllocator
@@ -23,59 +23,27 @@ from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish, finish_reason
 from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.sampling_params import TokenLogprobs
-from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.grammar_queue import GrammarQueue
-from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits
-from common.scheduling.long_prompts import LongPromptLimits, LongPrompts
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
+from common.scheduling.long_prompts import LongPrompts
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import (
     AddResult,
-    Budgets,
     Chunk,
     ChunkResult,
     PrefillAdder,
+    PrefillLimits,
     admit_row,
     chunk_results,
 )
-from common.scheduling.skip_ahead import MAX_SKIP_AHEAD, PASSING, SkipAhead
+from common.scheduling.skip_ahead import PASSING, SkipAhead
 from common.scheduling.slots import OutstandingSteps, SlotPool
 from common.scheduling.victim_selection import has_room, victims_for
 from common.scheduling.waiting_queue import WaitingQueue
 from common.state_machine import advance
 from common.step_plan import PageDelta, StepPlan, StepResult
 from prefill_node.request_state import TABLE, Event, State
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillLimits:
-    """Bounds of a prefill node; None means no bound.
-
-    Attributes:
-        max_running: slots, which is the number of prompts being extended at once.
-        max_queued: waiting requests; one more is refused.
-        context_length: tokens of the model's context; a prompt must be shorter.
-        max_prefill_tokens: input tokens of one step.
-        chunk_tokens: tokens of one step, after which a prompt is cut; None computes prompts whole.
-        alignment: where a prompt may be cut.
-        max_requests: prompts in one step.
-        sharing: when a prompt waits for a prefix that another request is computing.
-        max_skip_ahead: smaller prompts that may overtake a prompt that lacks pages.
-        long_prompts: how long prompts share steps with others.
-        kv_window: which pages a request needs; None: all.
-    """
-
-    max_running: int
-    max_queued: int | None = None
-    context_length: int | None = None
-    max_prefill_tokens: int = 16_384
-    chunk_tokens: int | None = None
-    alignment: ChunkAlignment = field(default_factory=ChunkAlignment)
-    max_requests: int | None = None
-    sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)
-    max_skip_ahead: int = MAX_SKIP_AHEAD
-    long_prompts: LongPromptLimits = field(default_factory=LongPromptLimits)
-    kv_window: KVWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +125,7 @@ class PrefillScheduler:
         self._allocator = allocator
         self._limits = limits
         self._ordering = ordering
-        self._long_prompts = LongPrompts(
-            limits.long_prompts,
-            ordering,
-            chunk_tokens=limits.chunk_tokens,
-            alignment=limits.alignment,
-            page_size=cache.page_size,
-            max_requests=limits.max_requests,
-        )
+        self._long_prompts = LongPrompts(limits, ordering, cache.page_size)
         self._eos = frozenset(eos_token_ids)
         self._is_granted = is_granted
         self._deadlines = Deadlines(self.requests)
@@ -312,17 +273,12 @@ class PrefillScheduler:
 
     def _adder(self) -> PrefillAdder:
         num_available = self._allocator.num_for_steps + self._cache.num_evictable_pages
-        budgets = Budgets(
-            total_tokens=num_available * self._cache.page_size + 1,
-            input_tokens=self._limits.max_prefill_tokens,
-            chunk_tokens=self._limits.chunk_tokens,
-            alignment=self._limits.alignment,
-        )
         return PrefillAdder(
-            *(self._cache, self._allocator, budgets),
-            max_requests=self._limits.max_requests,
+            self._cache,
+            self._allocator,
+            self._limits,
+            total_tokens=num_available * self._cache.page_size + 1,
             reserve_output=False,
-            kv_window=self._kv_window,
             decodes=False,
         )
 

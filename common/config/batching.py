@@ -1,12 +1,11 @@
 """Options of a node's KV pool, batches and steps."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from common.cache.eviction import EvictionPolicy
-from common.config.options import option
+from common.config.options import check_unset, option
 from common.errors import ConfigError
 
 
@@ -83,13 +82,6 @@ class Batching:
 LONG_PROMPTS = ("long_prompt_share", "long_prefill_token_threshold", "max_long_partial_prefills")
 
 
-def _check_unset(config: Any, names: Iterable[str], flag: str) -> None:
-    """Raises ConfigError: one of these options is set, but has no effect with ``flag``."""
-    for name in names:
-        if getattr(config, name) != getattr(Batching, name):
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect with {flag}; leave one out")
-
-
 def parse_window_ratio(given: str) -> float | None:
     """Return the value of ``--swa-full-tokens-ratio``; None for ``auto``. Raises ConfigError: it is neither."""
     if given == "auto":
@@ -113,12 +105,12 @@ def check_batching(config: Any) -> None:
             f"--chunked-prefill-size {chunk} is less than a page; give at least --page-size {config.page_size}"
         )
     if chunk == -1:
-        _check_unset(config, ("enable_dynamic_chunking", "truncation_align_size"), "--chunked-prefill-size -1")
-        _check_unset(config, LONG_PROMPTS, "--chunked-prefill-size -1")
+        names = ("enable_dynamic_chunking", "truncation_align_size", *LONG_PROMPTS)
+        check_unset(config, names, "has no effect with --chunked-prefill-size -1; leave one out")
     if config.prefill_max_requests == 1:
-        _check_unset(config, LONG_PROMPTS, "--prefill-max-requests 1")
+        check_unset(config, LONG_PROMPTS, "has no effect with --prefill-max-requests 1; leave one out")
     if config.long_prompt_share == 1.0:
-        _check_unset(config, LONG_PROMPTS[1:], "--long-prompt-share 1")
+        check_unset(config, LONG_PROMPTS[1:], "has no effect with --long-prompt-share 1; leave one out")
     if config.disable_radix_cache and config.radix_eviction_policy != "lru":
         raise ConfigError("--radix-eviction-policy has no effect with --disable-radix-cache; leave one out")
     if config.radix_eviction_policy == "priority" and not config.enable_priority_scheduling:

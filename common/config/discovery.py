@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from common.config.options import option
+from common.config.options import check_unset, option
 from common.errors import ConfigError
 
 
@@ -33,9 +33,7 @@ class DiscoveryOptions:
 def check_discovery(config: Any) -> None:
     """Raises ConfigError: the options of etcd do not fit together."""
     if config.etcd is None:
-        for name in ("etcd_prefix", "etcd_ca", "etcd_cert", "etcd_cert_key"):
-            if getattr(config, name) != getattr(DiscoveryOptions, name):
-                raise ConfigError(f"--{name.replace('_', '-')} needs --etcd")
+        check_unset(config, ("etcd_prefix", "etcd_ca", "etcd_cert", "etcd_cert_key"), "needs --etcd")
         return
     for url in config.etcd_urls:
         if not _is_server(url):

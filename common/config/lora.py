@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.options import option
+from common.config.options import check_unset, option
 from common.errors import ConfigError
 
 #: Names of adapters, which are names of models in the API. "@" separates name and digest in an adapter's id.
@@ -67,9 +67,8 @@ def check_lora(config: Any) -> None:
             " --max-loaded-loras"
         )
     if not names and config.lora_dir is None:
-        for name in ("max_loaded_loras", "max_lora_rank"):
-            if getattr(config, name) != getattr(LoraOptions, name):
-                raise ConfigError(f"--{name.replace('_', '-')} has no effect without --lora or --lora-dir; add one")
+        why = "has no effect without --lora or --lora-dir; add one"
+        check_unset(config, ("max_loaded_loras", "max_lora_rank"), why)
         return
     flag = "--lora" if names else "--lora-dir"
     if config.record:

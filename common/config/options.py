@@ -57,11 +57,28 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def env(self) -> str:
         return self.env_prefix + self.name.upper()
+
+
+def flag_of(name: str) -> str:
+    """The flag of the field of this name."""
+    return "--" + name.replace("_", "-")
+
+
+def check_unset(config: Any, names: Iterable[str], why: str) -> None:
+    """Raise ConfigError if one of these options of a configuration has another value than its default.
+
+    Args:
+        why: what follows its flag in the sentence.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name in names:
+        if getattr(config, name) != defaults[name]:
+            raise ConfigError(f"{flag_of(name)} {why}")
 
 
 def options_of(cls: type) -> dict[str, Option]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from common.config.options import option
+from common.config.options import check_unset, option
 from common.errors import ConfigError
 
 #: Built-in values of --schedule-policy; see common/scheduling/policies/factory.py.
@@ -189,7 +189,7 @@ def check_scheduling(config: Any) -> None:
 def _check_policy_options(config: Any) -> None:
     for name, policy in (("lpm_degrade_threshold", "lpm"), ("schedule_seed", "random"), ("tenant_shares", "fair")):
         if config.schedule_policy != policy:
-            _check_without(config, (name,), f"--schedule-policy {policy}")
+            check_unset(config, (name,), f"has no effect without --schedule-policy {policy}; add that")
     config.tenant_weights  # noqa: B018  # raises if a weight is invalid
 
 
@@ -203,7 +203,7 @@ def _check_priorities(config: Any) -> None:
             *("priority_function", "priority_scheduling_preemption_threshold"),
             *("preemption_cooldown", "max_preemptions"),
         )
-        _check_without(config, names, "--enable-priority-scheduling")
+        check_unset(config, names, "has no effect without --enable-priority-scheduling; add that")
         if config.retraction_policy == "priority":
             raise ConfigError("--retraction-policy priority needs --enable-priority-scheduling; add that")
     elif config.abort_on_priority_when_disabled:
@@ -215,13 +215,6 @@ def _check_priorities(config: Any) -> None:
             "--priority-aging-per-second needs --default-priority-value: without it, waiting could never lift requests "
             "without a priority above others"
         )
-
-
-def _check_without(config: Any, names: Iterable[str], flag: str) -> None:
-    """Raises ConfigError: one of these options is set, but has an effect only with ``flag``."""
-    for name in names:
-        if getattr(config, name) != getattr(SchedulingOptions, name):
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect without {flag}; add that")
 
 
 def _check_classes(config: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.config.batching import check_batching
-from common.config.options import option
+from common.config.options import check_unset, option
 from common.config.scheduling import check_scheduling
 from common.errors import ConfigError
 from common.wire.address import check_brackets
@@ -262,9 +262,7 @@ class NodeHttpOptions:
 def check_node_http(config: Any) -> None:
     check_brackets("--http-host", config.http_host)
     if config.http_port is None:
-        for name in ("http_host", "health_timeout"):
-            if getattr(config, name) != getattr(NodeHttpOptions, name):
-                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --http-port none; leave one out")
+        check_unset(config, ("http_host", "health_timeout"), "has no effect with --http-port none; leave one out")
 
 
 def check_engine(config: Any) -> None:

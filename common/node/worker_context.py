@@ -16,10 +16,10 @@ from common.errors import invariant
 from common.node.loading.memory_plan import Capacity
 from common.plugins import load_policy
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits, prefix_limits_from_environ
-from common.scheduling.long_prompts import LongPromptLimits
 from common.scheduling.new_token_ratio import RatioConstants, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_ordering
+from common.scheduling.prefill_adder import LongPromptLimits
 from common.wire.messages import Coverage
 
 

@@ -20,30 +20,12 @@ and none waits for pages that another one holds.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.cache.radix_cache import TOKEN_BYTES
 from common.request import Request, RequestKey
-from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.ordering import RequestOrdering
-from common.scheduling.prefill_adder import PrefillAdder
-
-
-@dataclass(frozen=True, slots=True)
-class LongPromptLimits:
-    """How long prompts share steps with others.
-
-    Attributes:
-        threshold: a prompt with more tokens to compute is long; None is the chunk budget of a step.
-        share: of the chunk budget, for long prompts while shorter ones wait; 1.0 shares nothing: begun prompts come
-            first, and each takes what the budget has left.
-        max_begun: long prompts in progress; further ones do not begin.
-    """
-
-    threshold: int | None = None
-    share: float = 0.5
-    max_begun: int = 2
+from common.scheduling.prefill_adder import PrefillAdder, PrefillLimits
 
 
 class Turn(NamedTuple):
@@ -62,28 +44,17 @@ class Turn(NamedTuple):
 class LongPrompts:
     """Decides in which order the prompts of a node get their chunks, and how large these may be.
 
-    Args:
-        chunk_tokens: chunk budget of a step; nothing is shared without one, or with less than two alignment units.
-        max_requests: prompts of a step; a step of one prompt shares nothing.
+    Nothing is shared in steps of one prompt, without a chunk budget, or with one of less than two alignment units.
     """
 
-    def __init__(
-        self,
-        limits: LongPromptLimits,
-        ordering: RequestOrdering,
-        *,
-        chunk_tokens: int | None,
-        alignment: ChunkAlignment,
-        page_size: int,
-        max_requests: int | None,
-    ) -> None:
+    def __init__(self, limits: PrefillLimits, ordering: RequestOrdering, page_size: int) -> None:
         self._ordering = ordering
-        self._unit = alignment.unit(page_size)
-        self._share = limits.share
-        self._max_begun = limits.max_begun
-        is_divisible = chunk_tokens is not None and chunk_tokens >= 2 * self._unit
-        self._is_shared = limits.share < 1.0 and is_divisible and max_requests != 1
-        self._threshold = limits.threshold or chunk_tokens or 0
+        self._unit = limits.alignment.unit(page_size)
+        self._share = limits.long_prompts.share
+        self._max_begun = limits.long_prompts.max_begun
+        is_divisible = limits.chunk_tokens is not None and limits.chunk_tokens >= 2 * self._unit
+        self._is_shared = self._share < 1.0 and is_divisible and limits.max_requests != 1
+        self._threshold = limits.long_prompts.threshold or limits.chunk_tokens or 0
         self._is_shortest_turn = False
 
     def is_long(self, request: Request) -> bool:

@@ -27,7 +27,9 @@ from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within
 from common.scheduling.ignore_eos_admission import Growth, fits, is_extending, num_private_pages
+from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
 from common.scheduling.new_token_ratio import CLIP_TOKENS, expected_left, expected_room
+from common.scheduling.skip_ahead import MAX_SKIP_AHEAD
 from common.step_plan import Admit, Row, StepResult
 
 
@@ -38,19 +40,50 @@ class AddResult(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Budgets:
-    """The budgets of one batch, in tokens.
+class LongPromptLimits:
+    """How long prompts share steps with others; see ``common/scheduling/long_prompts.py``.
 
     Attributes:
-        total_tokens: free and evictable memory minus what admitted requests are still expected to need.
-        input_tokens: ``--max-prefill-tokens``.
-        chunk_tokens: ``--chunked-prefill-size``; None computes prompts whole. It is raised to the alignment.
+        threshold: a prompt with more tokens to compute is long; None is the chunk budget of a step.
+        share: of the chunk budget, for long prompts while shorter ones wait; 1.0 shares nothing: begun prompts come
+            first, and each takes what the budget has left.
+        max_begun: long prompts in progress; further ones do not begin.
     """
 
-    total_tokens: int
-    input_tokens: int
+    threshold: int | None = None
+    share: float = 0.5
+    max_begun: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLimits:
+    """Bounds of a node that computes prompts; None means no bound.
+
+    Attributes:
+        max_running: slots: the number of prompts being extended at once, and of rows of the largest decode batch.
+        max_queued: waiting requests; one more is refused.
+        context_length: tokens of the model's context: of prompt and output together.
+        max_prefill_tokens: input tokens of one step.
+        chunk_tokens: input tokens of one step, after which a prompt is cut; None computes prompts whole.
+        alignment: where a prompt may be cut.
+        max_requests: prompts in one step.
+        sharing: when a prompt waits for a prefix that another request is computing.
+        max_skip_ahead: smaller requests that may overtake a request that lacks pages.
+        long_prompts: how long prompts share steps with others.
+        kv_window: which pages a request needs; None: all.
+    """
+
+    max_running: int
+    max_queued: int | None = None
+    context_length: int | None = None
+    max_prefill_tokens: int = 16_384
     chunk_tokens: int | None = None
     alignment: ChunkAlignment = field(default_factory=ChunkAlignment)
+    max_requests: int | None = None
+    sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)
+    max_skip_ahead: int = MAX_SKIP_AHEAD
+    long_prompts: LongPromptLimits = field(default_factory=LongPromptLimits)
+    kv_window: KVWindow | None = None
 
 
 @dataclass(slots=True)
@@ -141,13 +174,12 @@ class PrefillAdder:
     """One batch that is being built; each step has a new one.
 
     Args:
-        max_requests: the largest number of chunks; None for no limit.
+        total_tokens: free and evictable memory minus what admitted requests are still expected to need.
         clip: the most output tokens that are reserved for one request.
         reserve_output: count the outputs of admitted requests; true on the node that decodes them.
-        running: requests that decode on this node, for the proof of ``ignore_eos_admission``. ``budgets`` already
-            accounts for their expected needs.
+        running: requests that decode on this node, for the proof of ``ignore_eos_admission``. ``total_tokens``
+            already accounts for their expected needs.
         ratio: the share of its remaining output that a request without ``ignore_eos`` is expected to produce.
-        kv_window: of the model; None: its layers see all tokens.
         decodes: requests go on with their output on this node.
     """
 
@@ -155,33 +187,32 @@ class PrefillAdder:
         self,
         cache: RadixCache,
         allocator: PageAllocator,
-        budgets: Budgets,
+        limits: PrefillLimits,
         *,
-        max_requests: int | None = None,
+        total_tokens: int,
         clip: int = CLIP_TOKENS,
         reserve_output: bool,
         running: Sequence[Request] = (),
         ratio: float = 1.0,
-        kv_window: KVWindow | None = None,
         decodes: bool = True,
     ) -> None:
         self.chunks: list[Chunk] = []
-        self.total_left = budgets.total_tokens
-        self.input_left = budgets.input_tokens
-        self._unit = budgets.alignment.unit(cache.page_size)
-        self.chunk_left = None if budgets.chunk_tokens is None else max(budgets.chunk_tokens, self._unit)
-        self._crossover = None if self.chunk_left is None else budgets.alignment.crossover_tokens
+        self.total_left = total_tokens
+        self.input_left = limits.max_prefill_tokens
+        self._unit = limits.alignment.unit(cache.page_size)
+        self.chunk_left = None if limits.chunk_tokens is None else max(limits.chunk_tokens, self._unit)
+        self._crossover = None if self.chunk_left is None else limits.alignment.crossover_tokens
         self._work_left = prefill_work(self._crossover or 0.0, 0, self.chunk_left or 0)
         self._cache = cache
         self._allocator = allocator
         self.page_size = cache.page_size
         self._places: dict[RequestKey, int] = {}  # of each request's chunk in ``chunks``
-        self._max_requests = max_requests
+        self._max_requests = limits.max_requests
         self._clip = clip
         self._reserve_output = reserve_output
         self._running = running
         self._ratio = ratio
-        self._kv_window = kv_window or KVWindow(cache.page_size)
+        self._kv_window = limits.kv_window or KVWindow(cache.page_size)
         self._decodes = decodes
 
     def adds_to_cache(self, request: Request) -> bool:

@@ -216,7 +216,6 @@ class Dispatcher:
     def _evict(self, victim: InFlightRequest, other: OutputStream, now: float) -> None:
         reason = "the queue is full and a more urgent request has taken its place"
         self.decisions.note(now, victim.stream.request.rid, "evict", "{} came: " + reason, other.request.rid)
-        victim.is_evicted = True
         retry_after_s = self._retry_after_s(victim.pool, now)
         message = f"the request was evicted: {reason}"
         self._fail(victim, RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s))

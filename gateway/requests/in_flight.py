@@ -51,7 +51,6 @@ class InFlightRequest(msgspec.Struct, eq=False):
     num_continued: int = 0
     began_at: float = 0.0
     is_prefill_counted: bool = False
-    is_evicted: bool = False
     is_paused: bool = False
     was_paused: bool = False
     failed_at: str = ""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from common.config.options import option
+from common.config.options import check_unset, option
 from common.config.shared import SMALL_MODEL
 from common.errors import ConfigError
 from scripts.load_tester.config import MAX_SEED
@@ -77,6 +77,5 @@ class ChaosConfig:
     def __post_init__(self) -> None:
         if self.namespaces and self.transport == "shm":
             raise ConfigError("--transport shm does not work between --namespaces; use auto, nixl or tcp")
-        for name in ("mtu", "packet_loss", "packet_delay", "clock_step"):
-            if not self.namespaces and getattr(self, name) != self.__dataclass_fields__[name].default:
-                raise ConfigError(f"--{name.replace('_', '-')} needs --namespaces")
+        if not self.namespaces:
+            check_unset(self, ("mtu", "packet_loss", "packet_delay", "clock_step"), "needs --namespaces")

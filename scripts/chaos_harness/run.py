@@ -197,6 +197,8 @@ class Run:
                 self._say(f"left out: request {request.number} ({request.kind}), where two tokens are equally likely")
                 self._requests.remove(request)
                 del self._reference[request.number]
+        if not self._requests:
+            raise NoReference("every request is left out: raise --distinct")
 
     # ---- the faults --------------------------------------------------------------------------------------------------
 

@@ -343,11 +343,11 @@ class ChaosService:
             if node.process is not None:
                 node.process.wait()
 
-    def log_tail(self, num_lines: int = 15) -> str:
+    def log_tail(self) -> str:
         parts = []
         for node in self.nodes.values():
             with contextlib.suppress(OSError):
-                lines = node.log.read_text(errors="replace").splitlines()[-num_lines:]
+                lines = node.log.read_text(errors="replace").splitlines()[-15:]
                 parts.append("\n".join([f"---- {node.log.name}", *lines]))
         return "\n".join(parts)
 

@@ -7,6 +7,7 @@ import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from common.config.options import flag_of
 from common.errors import ConfigError
 from scripts.load_tester.config import NEEDS, LoadtestConfig, check_needs
 from scripts.load_tester.output_files import (
@@ -99,7 +100,7 @@ def check_outputs(config: LoadtestConfig) -> None:
     check_needs(config, NEEDS)
     written: list[tuple[str, str | None]] = []
     for name in ("json", "jsonl", "parquet", "html", "save_outputs"):
-        path, flag = getattr(config, name), "--" + name.replace("_", "-")
+        path, flag = getattr(config, name), flag_of(name)
         if not path or (name == "json" and path == TO_STDOUT):
             continue
         if path == TO_STDOUT:

@@ -3,11 +3,11 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from common.config.options import option
+from common.config.options import check_unset, flag_of, option
 from common.errors import ConfigError
 from scripts.load_tester.workload.lengths import MAX_LENGTH, MAX_TURNS, parse_lengths
 from scripts.load_tester.workload.planned_request import MAX_GROUPS
@@ -247,8 +247,7 @@ class LoadtestConfig(LoadOptions, _Target):
             raise ConfigError(f"--sweep must be rates ({limits}), such as 1,2,4, not {self.sweep!r}")
         for name in ("jsonl", "parquet", "save_outputs", "expect_file") if self.sweep or self.find_goodput else ():
             if getattr(self, name):
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} is for a single run: leave --sweep and --find-goodput out")
+                raise ConfigError(f"{flag_of(name)} is for a single run: leave --sweep and --find-goodput out")
         if self.expect_file and not self.stream and self.return_token_ids:
             raise ConfigError("--return-token-ids needs --stream")
         timed = {*self.slos, *re.findall(r"slo-(\w+) *=", self.mix or "")} & {"ttft", "itl", "tpot"}
@@ -331,10 +330,9 @@ LOAD_NEEDS: tuple[tuple[str, str, Callable[["LoadOptions"], Any]], ...] = (
 
 def check_needs(config: Any, needs: Sequence[tuple[str, str, Callable[[Any], Any]]]) -> None:
     """Raise ConfigError for a changed option without effect."""
-    usual = {field.name: field.default for field in fields(config)}
     for name, other, is_there in needs:
-        if getattr(config, name) != usual[name] and not is_there(config):
-            raise ConfigError(f"--{name.replace('_', '-')} needs {other}: it has no effect otherwise")
+        if not is_there(config):
+            check_unset(config, (name,), f"needs {other}: it has no effect otherwise")
 
 
 def _check_header(config: LoadtestConfig) -> None:
@@ -352,7 +350,7 @@ def _check_header(config: LoadtestConfig) -> None:
 
 def _check_times(config: LoadtestConfig) -> None:
     for name in ("timeout", "max_send_lateness"):
-        found = parse_seconds(getattr(config, name), "--" + name.replace("_", "-"))
+        found = parse_seconds(getattr(config, name), flag_of(name))
         if found == 0 and name == "timeout":
             raise ConfigError("--timeout must be more than 0")
 
@@ -360,7 +358,7 @@ def _check_times(config: LoadtestConfig) -> None:
 def check_load(config: LoadOptions) -> None:
     """Raise ConfigError for invalid times and lengths, and options that conflict."""
     for name in ("duration", "warmup", "cooldown", "think"):
-        found = parse_seconds(getattr(config, name), "--" + name.replace("_", "-"))
+        found = parse_seconds(getattr(config, name), flag_of(name))
         if found == 0 and name == "duration":
             raise ConfigError("--duration must be more than 0")
     _ = config.slos, config.window, config.profile
@@ -368,7 +366,7 @@ def check_load(config: LoadOptions) -> None:
         raise ConfigError("--warmup and --cooldown take all of --duration: shorten them, or nothing is measured")
     check_needs(config, LOAD_NEEDS)
     for name, most in (("input_len", MAX_LENGTH), ("output_len", MAX_LENGTH), ("turns", MAX_TURNS)):
-        parse_lengths(getattr(config, name), "--" + name.replace("_", "-"), most)
+        parse_lengths(getattr(config, name), flag_of(name), most)
     _check_together(config)
 
 
@@ -379,9 +377,7 @@ def _check_together(config: LoadOptions) -> None:
             "(A limit on an open loop would hide the server's delays.)"
         )
     if config.trace is None:
-        for name in ("trace_window", "output_scale", "max_input_len", "max_output_len"):
-            if getattr(config, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} needs --trace")
+        check_unset(config, ("trace_window", "output_scale", "max_input_len", "max_output_len"), "needs --trace")
         if config.trace_jitter or config.time_scale != 1 or config.length_scale != 1:
             raise ConfigError("--trace-jitter, --time-scale and --length-scale need --trace")
     elif config.mix or config.turns != "1" or config.prefix_len:

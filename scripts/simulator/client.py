@@ -120,13 +120,17 @@ class Outcome:
         return len(self.stamps_s) + sum(self.extra.values())
 
 
+def priority_class_of(planned: PlannedRequest, classes: Collection[str]) -> str | None:
+    """The priority class that a request names, or the one with the name of its request class; None for none."""
+    return planned.priority_class or (planned.class_name if planned.class_name in classes else None)
+
+
 class Client:
     """Sends the requests of a plan.
 
     Args:
         submit: sends a request, or raises RequestError.
-        classes: names of the priority classes; a request class of the plan with one of these names belongs to that one,
-            unless it says otherwise.
+        classes: names of the priority classes.
         context_length: longest prompt and output together; longer requests are refused.
         max_new_tokens: the same limit for every request; None for the planned length of each.
         concurrency: sessions in flight in a closed loop; 0 in an open loop.
@@ -217,7 +221,7 @@ class Client:
         )
         if len(prompt) + sampling.max_new_tokens > self._context_length:
             raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt and output are longer than the context")
-        name = planned.priority_class or (planned.class_name if planned.class_name in self._classes else None)
+        name = priority_class_of(planned, self._classes)
         expected = planned.num_output if is_known else self._predictor.expected(planned.tenant, prompt)
         request = GenerateRequest(
             rid,

@@ -9,7 +9,7 @@ from common.cache.page_layout import PageLayout
 from common.config.batching import Batching, check_batching, parse_window_ratio
 from common.config.gateway import GatewayConfig, Routing, check_auto_roles
 from common.config.node import NodeConfig
-from common.config.options import option, options_of
+from common.config.options import check_unset, flag_of, option, options_of
 from common.config.scheduling import SchedulingOptions, check_scheduling
 from common.config.serve import check_local_prefill
 from common.config.shared import Role
@@ -203,16 +203,12 @@ class SimulateConfig(
 
     def _check_calibration(self) -> None:
         if self.calibrate is None:
-            for name in ("calibrate_seconds", "api_key"):
-                if getattr(self, name) != getattr(SimulateConfig, name):
-                    raise ConfigError(f"--{name.replace('_', '-')} needs --calibrate")
+            check_unset(self, ("calibrate_seconds", "api_key"), "needs --calibrate")
             return
         check_url(self.calibrate, "--calibrate")
         if self.json is None:
             raise ConfigError("--calibrate needs --json FILE, where it writes the profile")
-        for name in ("plan", "trace", "faults", "cores"):
-            if getattr(self, name) != getattr(SimulateConfig, name):
-                raise ConfigError(f"--{name} has no effect with --calibrate; leave one out")
+        check_unset(self, ("plan", "trace", "faults", "cores"), "has no effect with --calibrate; leave one out")
         if self.hardware is not None and not isinstance(find_hardware(self.hardware, self.model).source, Profile):
             raise ConfigError(f"--calibrate adds to a profile, which --hardware {self.hardware} is not; leave it out")
 
@@ -222,25 +218,21 @@ class SimulateConfig(
             if self.experiment is not None:
                 allowed = tuple(WITH_EXPERIMENT)
                 self._check_experiment()
-            for name in [name for name in (*options_of(_Planning), "html") if name not in allowed]:
-                if getattr(self, name) != getattr(SimulateConfig, name):
-                    raise ConfigError(f"--{name.replace('_', '-')} needs --plan")
+            names = (*options_of(_Planning), "html")
+            check_unset(self, [name for name in names if name not in allowed], "needs --plan")
             return
         if self.experiment is not None:
             raise ConfigError("--experiment has no effect with --plan; leave one out")
         if not self.slos:
             raise ConfigError("--plan needs objectives: give --slo-ttft, --slo-itl, --slo-tpot or --slo-e2e")
-        for name in PLANNED:
-            if getattr(self, name) != getattr(SimulateConfig, name):
-                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --plan; leave one out")
+        check_unset(self, PLANNED, "has no effect with --plan; leave one out")
         if self.local_prefill == "always":
             raise ConfigError("--local-prefill always has no effect with --plan, which tries colocated nodes anyway")
 
     def _check_experiment(self) -> None:
         """An experiment brings its own nodes, objectives and, but for a trace, loads."""
-        for found in options_of(SimulateConfig).values():
-            if found.name not in WITH_EXPERIMENT and getattr(self, found.name) != found.default:
-                raise ConfigError(f"{found.flag} has no effect with --experiment; leave one out")
+        names = [name for name in options_of(SimulateConfig) if name not in WITH_EXPERIMENT]
+        check_unset(self, names, "has no effect with --experiment; leave one out")
 
     def without_plan(self) -> "SimulateConfig":
         """The configuration of one simulation that the planner makes."""
@@ -263,13 +255,10 @@ class SimulateConfig(
 
     def _check_hardware(self) -> None:
         if self.hardware is None:
-            for name in ("prefill_tp", "decode_tp") if self.calibrate else ("model", "prefill_tp", "decode_tp"):
-                if getattr(self, name) != getattr(SimulateConfig, name):
-                    raise ConfigError(f"--{name.replace('_', '-')} needs --hardware")
+            check_unset(self, (*(() if self.calibrate else ("model",)), "prefill_tp", "decode_tp"), "needs --hardware")
             return
-        for name in (*COST_OPTIONS, "wire_bandwidth", "kv_bytes_per_token"):
-            if getattr(self, name) != getattr(SimulateConfig, name):
-                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --hardware; leave one out")
+        names = (*COST_OPTIONS, "wire_bandwidth", "kv_bytes_per_token")
+        check_unset(self, names, "has no effect with --hardware; leave one out")
         if self.plan:
             _ = self.fitting_tp
 
@@ -288,7 +277,7 @@ class SimulateConfig(
         if self.node_models:  # the slower end of a connection decides
             return min((found.costs for found in self.node_models.values()), key=lambda one: one.wire_bytes_per_s)
         step, prompt_token, row, context_token, message, wire = (
-            parse_seconds(getattr(self, name), "--" + name.replace("_", "-")) or 0.0 for name in COST_OPTIONS
+            parse_seconds(getattr(self, name), flag_of(name)) or 0.0 for name in COST_OPTIONS
         )
         return Costs(step, prompt_token, row, context_token, message, wire, self.wire_bandwidth)
 

@@ -7,9 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.service.processes import ROOT, descendants, environment
+
+from scripts.chaos_harness.answers import Answer, Output
+from scripts.chaos_harness.config import ChaosConfig
+from scripts.chaos_harness.run import NoReference, Run
 
 WORDS = [sys.executable, "-m", "scripts.cli", "chaos", "--distinct=12", "--no-check-pauses", "--no-progress"]
 
@@ -52,6 +57,22 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         assert time.monotonic() < ends
         time.sleep(0.05)
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".log")] == []
+
+
+async def test_a_run_that_leaves_every_request_out_is_refused(tmp_path: Path) -> None:
+    tie = b'{"choices": [{"logprobs": {"top_logprobs": [{"a": -1.0, "b": -1.0}]}}]}'
+
+    async def send(*_: object) -> Answer:
+        return Answer({0: Output("a", [1], finish="length")}, is_complete=True)
+
+    async def call(*_: object, **__: object) -> tuple[int, bytes]:
+        return 200, tie
+
+    run = Run(ChaosConfig(distinct=1), tmp_path, lambda line: None)
+    client = SimpleNamespace(send=send, call=call)
+    run._service = SimpleNamespace(clients={"gateway": client}, gateway=SimpleNamespace(name="gateway"))
+    with pytest.raises(NoReference, match="raise --distinct"):
+        await run._make_reference()
 
 
 def test_a_fault_that_does_not_exist_is_refused_by_name() -> None:

@@ -4,7 +4,7 @@ import pytest
 from support.scheduling.single_nodes import DecodeNode, PrefillNode
 
 from common.decision_log import DecisionLog
-from common.scheduling.long_prompts import LongPromptLimits
+from common.scheduling.prefill_adder import LongPromptLimits
 from common.wire.messages import Decision
 
 

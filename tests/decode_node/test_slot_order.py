@@ -3,7 +3,7 @@
 from support.scheduling.single_nodes import DecodeNode as Node
 
 from common.config.scheduling import PriorityRules
-from common.scheduling.long_prompts import LongPromptLimits
+from common.scheduling.prefill_adder import LongPromptLimits
 from decode_node.request_state import State
 
 WITHOUT = PriorityRules()

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from support.gateway.fake_nodes import MODEL, FakeNode, events, folder, silent
-
-__all__ = ["folder"]
+from support.gateway.fake_nodes import MODEL, FakeNode, events, silent
 
 ROOT = str(Path(__file__).resolve().parents[2])
 

@@ -3,13 +3,11 @@
 import sys
 
 import pytest
-from support.gateway.fake_nodes import folder, running
+from support.gateway.fake_nodes import running
 
 from common.wire.messages import Generate
 from gateway.http.generate import GenerateApp
 from gateway.workers.control_plane import MailboxChannel
-
-__all__ = ["folder"]
 
 MAX_MODULES = 15
 HI = [{"role": "user", "content": "Hi"}]

@@ -2,9 +2,7 @@
 
 import asyncio
 
-from support.gateway.fake_nodes import BODY, FakeNode, error_of, events, folder, running, silent, start_request
-
-__all__ = ["folder"]
+from support.gateway.fake_nodes import BODY, FakeNode, error_of, events, running, silent, start_request
 
 
 async def test_nodes_register_again_with_a_restarted_gateway(folder):

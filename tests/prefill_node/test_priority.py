@@ -5,7 +5,7 @@ from support.scheduling.single_nodes import PrefillNode as Node
 
 from common.config.scheduling import PriorityRules
 from common.request import LOWEST_PRIORITY
-from common.scheduling.long_prompts import LongPromptLimits
+from common.scheduling.prefill_adder import LongPromptLimits
 from common.scheduling.skip_ahead import SkipAhead
 
 

@@ -7,14 +7,21 @@ from typing import Any
 
 import pytest
 from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released
-from support.engine.library_models import WINDOW, make_library_model
+from support.cluster.window_cases import (
+    GREEDY,
+    MAX_NEW,
+    PAGE_SIZE,
+    Case,
+    check_all,
+    make_cases,
+    serve_all,
+    submit_all,
+)
+from support.cluster.window_cases import make_cluster as make_window_cluster
+from support.engine.library_models import WINDOW
 from support.engine.lora_adapters import make_adapter, merge
 from support.engine.reference_models import draw_prompts, generate, load_reference
 
-from common.sampling_params import SamplingParams
-
-PAGE_SIZE, CHUNK, MAX_NEW = 4, 16, 40
-Case = tuple[tuple[int, ...], tuple[int, ...]]
 #: Window pages that a request holds at most: while it is computed in chunks, and while it is decoded.
 COMPUTING, DECODING = 12, 7
 
@@ -29,49 +36,19 @@ COMPUTING, DECODING = 12, 7
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Case]]:
-    folder = make_library_model(tmp_path_factory.mktemp(request.param), request.param, seed=3)
-    lengths = [1, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 7 * WINDOW + 5]
-    return folder, draw_prompts(folder, lengths, MAX_NEW, seed=5)
+    return make_cases(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def make_cluster(
-    folder: Path, *, num_prefill: int = 1, decode_pages: int = 128, window: int = WINDOW, **others: Any
-) -> LocalCluster:
-    return LocalCluster(
+def make_cluster(folder: Path, *, num_prefill: int = 1, decode_pages: int = 128, **options: Any) -> LocalCluster:
+    window_pages = (4 * COMPUTING, COMPUTING + 2 * DECODING)
+    return make_window_cluster(
         folder,
         num_prefill=num_prefill,
-        num_decode=2,
-        page_size=PAGE_SIZE,
-        chunk_tokens=CHUNK,
         prefill_pages=256,
         decode_pages=decode_pages,
-        latency=2,
-        conservativeness=0,
-        window=window,
-        window_pages=(4 * COMPUTING, COMPUTING + 2 * DECODING),
-        **others,
+        window_pages=window_pages,
+        **options,
     )
-
-
-def serve_all(cluster: LocalCluster, cases: list[Case], tag: str, **others: Any) -> None:
-    submit_all(cluster, cases, tag, **others)
-    check_all(cluster, cases, tag)
-
-
-def submit_all(cluster: LocalCluster, cases: list[Case], tag: str, **others: Any) -> None:
-    sampling = SamplingParams(max_new_tokens=MAX_NEW, temperature=0.0)
-    for number, (prompt, _) in enumerate(cases):
-        pair = (0 if cluster.prefill else None, number % 2)
-        cluster.submit(f"{tag}{number}", prompt, sampling, pair=pair, **others)
-
-
-def check_all(cluster: LocalCluster, cases: list[Case], tag: str) -> None:
-    cluster.run()
-    for number, (prompt, expected) in enumerate(cases):
-        answer = cluster.answers[f"{tag}{number}"]
-        assert answer.error is None
-        assert answer.output == expected, f"prompt of {len(prompt)} tokens"
-    cluster.settle()
 
 
 def test_tokens_are_the_librarys_cold_and_cached(model: tuple[Path, list[Case]]) -> None:
@@ -105,7 +82,7 @@ def test_decode_nodes_are_sent_window_pages_of_the_window_only(model: tuple[Path
     folder, cases = model
     cluster = make_cluster(folder)
     prompt, expected = cases[-1]
-    answer = cluster.submit("long", prompt, SamplingParams(max_new_tokens=MAX_NEW, temperature=0.0))
+    answer = cluster.submit("long", prompt, GREEDY)
     cluster.run()
     assert answer.output == expected
     window_pages = cluster.decode[0].allocator.window_pages

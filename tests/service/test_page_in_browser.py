@@ -6,18 +6,17 @@ import json
 import re
 import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, async_playwright
-from support.gateway.fake_nodes import echo, folder, make_model_folder, running, silent
+from support.gateway.fake_nodes import echo, make_model_folder, running, silent
 from support.gateway.toy_formats import TOY_FORMATS
 from support.gateway.toy_stack import answers, ids_of, last_prompt, toy_stack
 
 from common.stage_spans import StageSpan
 from common.wire.messages import Pairs, PairState
-
-__all__ = ["folder"]
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TIMEOUT_MS = 180_000
@@ -39,6 +38,11 @@ async def browser() -> AsyncIterator[Browser]:
         started = await driver.chromium.launch(executable_path=CHROMIUM, timeout=TIMEOUT_MS)
         yield started
         await started.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 @contextlib.asynccontextmanager

@@ -4,13 +4,9 @@ from pathlib import Path
 
 import pytest
 from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released
-from support.engine.library_models import WINDOW, make_library_model
-from support.engine.reference_models import draw_prompts
-
-from common.sampling_params import SamplingParams
-
-PAGE_SIZE, CHUNK, MAX_NEW = 4, 16, 40
-Case = tuple[tuple[int, ...], tuple[int, ...]]
+from support.cluster.window_cases import GREEDY, MAX_NEW, PAGE_SIZE, Case, make_cases, serve_all
+from support.cluster.window_cases import make_cluster as make_window_cluster
+from support.engine.library_models import WINDOW
 
 
 @pytest.fixture(
@@ -22,39 +18,14 @@ Case = tuple[tuple[int, ...], tuple[int, ...]]
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Case]]:
-    folder = make_library_model(tmp_path_factory.mktemp(request.param), request.param, seed=3)
-    lengths = [1, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 7 * WINDOW + 5]
-    return folder, draw_prompts(folder, lengths, MAX_NEW, seed=5)
+    return make_cases(tmp_path_factory.mktemp(request.param), request.param)
 
 
 def make_cluster(
     folder: Path, *, num_prefill: int = 1, prefill_pages: int = 18, decode_pages: int = 18
 ) -> LocalCluster:
     """By default each pool has three times the window, and less than half of the longest prompt."""
-    return LocalCluster(
-        folder,
-        num_prefill=num_prefill,
-        num_decode=2,
-        page_size=PAGE_SIZE,
-        chunk_tokens=CHUNK,
-        prefill_pages=prefill_pages,
-        decode_pages=decode_pages,
-        latency=2,
-        conservativeness=0,
-        window=WINDOW,
-    )
-
-
-def serve_all(cluster: LocalCluster, cases: list[Case], tag: str) -> None:
-    sampling = SamplingParams(max_new_tokens=MAX_NEW, temperature=0.0)
-    for number, (prompt, _) in enumerate(cases):
-        cluster.submit(f"{tag}{number}", prompt, sampling, pair=(0 if cluster.prefill else None, number % 2))
-    cluster.run()
-    for number, (prompt, expected) in enumerate(cases):
-        answer = cluster.answers[f"{tag}{number}"]
-        assert answer.error is None
-        assert answer.output == expected, f"prompt of {len(prompt)} tokens"
-    cluster.settle()
+    return make_window_cluster(folder, num_prefill=num_prefill, prefill_pages=prefill_pages, decode_pages=decode_pages)
 
 
 @pytest.mark.parametrize("decode_pages", [18, 64])
@@ -95,7 +66,7 @@ def test_a_request_that_outgrew_its_window_moves_with_the_pages_of_the_window(mo
     folder, cases = model
     cluster = make_cluster(folder, decode_pages=64)
     prompt, expected = cases[4]
-    answer = cluster.submit("a", prompt, SamplingParams(max_new_tokens=MAX_NEW, temperature=0.0))
+    answer = cluster.submit("a", prompt, GREEDY)
     while len(answer.tokens) < MAX_NEW - 6:
         cluster.step()
     received = cluster.counters(cluster.decode[0])["pages_received"]

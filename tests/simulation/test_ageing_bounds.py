@@ -33,7 +33,7 @@ from support.simulation.priority_ageing import (
 from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from common.config.scheduling import POLICIES
-from common.scheduling.long_prompts import LongPromptLimits
+from common.scheduling.prefill_adder import LongPromptLimits
 from scripts.simulator.costs import Costs
 
 CHUNK, TOKEN_S = 32, 0.001

@@ -18,7 +18,7 @@ from common.config.scheduling import POLICIES, PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
-from common.scheduling.long_prompts import LongPromptLimits
+from common.scheduling.prefill_adder import LongPromptLimits
 from common.wire.messages import Closed, Flush, GetDecisions, Grant, Reprioritize, Resume
 from scripts.simulator.service.inprocess_transport import Fault, Wire
 

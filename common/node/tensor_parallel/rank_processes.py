@@ -103,7 +103,6 @@ class RankProcesses:
     Args:
         num_ranks: including rank 0, which is this process; 1: there are no others.
         module: the main module of the others.
-        timeout_s: the longest time that a rank waits for another within a step.
     """
 
     def __init__(
@@ -111,11 +110,9 @@ class RankProcesses:
         num_ranks: int,
         *,
         module: str = "common.node.tensor_parallel.rank_main",
-        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.num_ranks = num_ranks
         self._module = module
-        self._timeout_s = timeout_s
         self._others: list[_RankProcess] = []
         self._watchers: list[threading.Thread] = []
         self._is_closing = False
@@ -161,11 +158,11 @@ class RankProcesses:
         store = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
         try:
             for other in self._others:
-                other.channel.limit(self._timeout_s)
-                sizes = (pool.num_full_pages, self._timeout_s, pool.groups, pool.num_window_pages)
+                other.channel.limit(TIMEOUT_S)
+                sizes = (pool.num_full_pages, TIMEOUT_S, pool.groups, pool.num_window_pages)
                 other.channel.send(Join(pool.model_layout, *sizes), [store])
             shard, meeting = Shard(0, self.num_ranks), FileStore(path_of(store), self.num_ranks)
-            return open_group(meeting, shard, pool.device, timeout_s=self._timeout_s)
+            return open_group(meeting, shard, pool.device, timeout_s=TIMEOUT_S)
         except (OSError, RankLostError) as error:
             raise ConfigError(
                 f"--tp {self.num_ranks}: the ranks of this node do not find each other: {error}"

@@ -1,7 +1,7 @@
 """Runs ``serve``, or another server, for the length of a ``with`` block, and loads it. For benchmarks."""
 
 import contextlib
-import ctypes
+import functools
 import os
 import selectors
 import signal
@@ -18,13 +18,11 @@ from scripts.benchmarks.harness.cpu_contention import CpuContention
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load
+from scripts.serving.supervisor import bind_to
 
 ROOT = Path(__file__).resolve().parents[3]
-PR_SET_PDEATHSIG = 1
 STOP_S = 20.0
 MAX_OTHERS = 0.15  # cores used by other processes above which figures are invalid
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ServiceStartError(BatonError):
@@ -52,8 +50,9 @@ def running_process(
     command: Sequence[str | Path], environ: Mapping[str, str], *, output: int | IO[str], log: IO[str]
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a server, which writes errors to ``log``; it ends with the block or with this process."""
+    bound = functools.partial(bind_to, os.getpid(), signal.SIGKILL)
     process = subprocess.Popen(
-        command, stdout=output, stderr=log, stdin=subprocess.DEVNULL, env=environ, preexec_fn=_die_first
+        command, stdout=output, stderr=log, stdin=subprocess.DEVNULL, env=environ, preexec_fn=bound
     )
     try:
         yield process
@@ -78,10 +77,6 @@ def measured_load(config: LoadtestConfig, *, salt: int = 0) -> tuple[Report, flo
     if "the run was stopped before its end" in report.reasons:
         raise KeyboardInterrupt  # the load tester has handled the signal
     return report, contention.cores()
-
-
-def _die_first() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _ready(process: "subprocess.Popen[bytes]", log: IO[str], timeout_s: float) -> str:

@@ -12,13 +12,11 @@ from scripts.benchmarks.harness.service_fixture import ServiceStartError, runnin
 from scripts.benchmarks.peers.vllm_peer import serving_environment
 from scripts.serving.serve import free_port
 
-POLL_S = 0.25
+START_TIMEOUT_S, POLL_S = 600.0, 0.25
 
 
 @contextlib.contextmanager
-def running_vllm(
-    python: Path, model: str, *, num_threads: int, max_model_len: int, kv_bytes: int, timeout_s: float = 600.0
-) -> Iterator[str]:
+def running_vllm(python: Path, model: str, *, num_threads: int, max_model_len: int, kv_bytes: int) -> Iterator[str]:
     """Serve a model in bfloat16 on a free port; yields the server's URL once it is healthy.
 
     All other options are vLLM's defaults: prompts are computed in chunks, in the same steps as decode rows.
@@ -39,7 +37,7 @@ def running_vllm(
     environ = serving_environment(python, num_threads, kv_bytes, os.environ)
     with tempfile.TemporaryFile("w+") as log:
         with running_process(command, environ, output=log, log=log) as process:
-            ends_at = time.monotonic() + timeout_s
+            ends_at = time.monotonic() + START_TIMEOUT_S
             while not is_healthy(url):
                 if process.poll() is not None or time.monotonic() > ends_at:
                     log.seek(0)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.config.options import flag_of
 from common.config.shared import SMALL_MODEL
 from common.cpu_cores import usable_cores
 from common.errors import BatonError
@@ -214,7 +215,7 @@ def run(options: Options) -> dict[str, float]:
 def cells(options: Options) -> Iterator[Cell]:
     """Measure and simulate every cell, each service after the other."""
     folder = SMALL_MODEL if options.model == "small" else options.model or str(random_model(SHAPE))
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in NODE_OPTIONS.items()]
+    flags = [f"{flag_of(name)}={value}" for name, value in NODE_OPTIONS.items()]
     flags += [f"--model={folder}", "--threads=1", "--no-log-requests"]
     with tempfile.TemporaryDirectory(prefix="baton-planner-") as place:
         profile = options.profile or Path(place) / "profile.json"

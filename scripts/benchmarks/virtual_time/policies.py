@@ -17,8 +17,9 @@ from common.config.scheduling import POLICIES, SchedulingOptions
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.policies.factory import make_ordering
+from common.scheduling.prefill_adder import PrefillLimits
 from common.step_plan import StepPlan, StepResult
-from prefill_node.scheduler import PrefillLimits, PrefillScheduler
+from prefill_node.scheduler import PrefillScheduler
 from scripts.benchmarks.harness.radix_tree import PREFIX_TOKENS, Figure, Tree, figure, timed
 
 PROMPT_TOKENS = 1_024

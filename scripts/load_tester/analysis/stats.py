@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 QUANTILES: dict[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
-RESAMPLES = 1000
+RESAMPLES, CLUSTER_RESAMPLES = 1000, 200
 MIN_FREE = 6  # fewer independent values all lie on one side of their median in 1 of 32 samples or more
 MIN_BLOCKS = 8
 UNBOUNDED = 0.025  # if all values lie on one side of a quantile with more than this probability, it has no bound
@@ -110,7 +110,7 @@ def quantile_interval(
     return [None if (1 - share) ** free > UNBOUNDED else float(low), None if share**free > UNBOUNDED else float(high)]
 
 
-def clustered_intervals(clusters: Sequence[Floats], rng: np.random.Generator, resamples: int = 200) -> Intervals:
+def clustered_intervals(clusters: Sequence[Floats], rng: np.random.Generator) -> Intervals:
     """Intervals as in ``summary`` for clusters of values (the gaps of one request), which are redrawn as blocks.
 
     An end that falls on an extreme value is None.
@@ -122,7 +122,7 @@ def clustered_intervals(clusters: Sequence[Floats], rng: np.random.Generator, re
     values, owner = drawn.values[order], drawn.owner[order]
     shares = np.array(list(QUANTILES.values()))
     found = []
-    for _ in range(resamples):
+    for _ in range(CLUSTER_RESAMPLES):
         times = np.bincount(drawn.picks(rng), minlength=drawn.count)[owner]
         weight = np.cumsum(times)
         if weight[-1]:

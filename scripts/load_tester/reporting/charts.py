@@ -330,14 +330,12 @@ def waterfall_charts(good: Sequence[RequestRecord]) -> list[TitledChart]:
     return [("From arrival to steady decoding", chart)]
 
 
-def _rolling(points: Points, count: int = 20) -> Points:
-    """Rolling median over ``count`` points, in order of x, thinned to ``MAX_ROLLING`` points."""
+def _rolling(points: Points) -> Points:
+    """Rolling median over 20 points, in order of x, thinned to ``MAX_ROLLING`` points."""
     ordered = sorted(points)
     values = np.array([value for _, value in ordered])
     step = -(-len(ordered) // MAX_ROLLING)
-    return [
-        (ordered[i][0], float(np.median(values[max(0, i - count + 1) : i + 1]))) for i in range(0, len(values), step)
-    ]
+    return [(ordered[i][0], float(np.median(values[max(0, i - 19) : i + 1]))) for i in range(0, len(values), step)]
 
 
 def _level(spans: Sequence[tuple[float, float]]) -> Points:

@@ -5,7 +5,7 @@ Requests come in sessions of one or more turns, either drawn (``session_sampling
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.errors import ConfigError
 from scripts.load_tester.config import LoadOptions
@@ -21,7 +21,7 @@ from scripts.load_tester.workload.session_sampling import (
     Session,
     make_rng,
 )
-from scripts.load_tester.workload.traces import ReplayOptions, read_trace, replay_trace
+from scripts.load_tester.workload.traces import ReplayOptions, Trace, read_trace, replay_trace
 
 
 class NoArrivals(ConfigError):
@@ -52,11 +52,15 @@ class Plan:
     num_requests: int | None = None
 
 
-def make_plan(config: LoadOptions) -> Plan:
-    """Make the plan of a configuration. Raises ConfigError: the trace or the mix is invalid."""
+def make_plan(config: LoadOptions, trace: Trace | None = None) -> Plan:
+    """Make the plan of a configuration. Raises ConfigError: the trace or the mix is invalid.
+
+    Args:
+        trace: the file of ``--trace`` if it has been read already.
+    """
     classes = request_classes_of(config)
     if config.trace:
-        return _trace_plan(config, classes)
+        return _trace_plan(config, trace or read_trace(config.trace, config.trace_unit), classes)
     at, num_sessions, length = _instants(config, None)
     sessions = SampledSessions(config.seed, classes, config.tenants, count=num_sessions, at=at)
     return Plan(sessions, num_sessions, at is not None, length, [], classes, num_requests=sessions.num_requests)
@@ -92,9 +96,8 @@ def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None
     return at, len(at), length
 
 
-def _trace_plan(config: LoadOptions, classes: dict[str, RequestClass]) -> Plan:
-    assert config.trace is not None
-    trace = read_trace(config.trace, config.trace_unit)
+def _trace_plan(config: LoadOptions, trace: Trace, classes: dict[str, RequestClass]) -> Plan:
+    trace = replace(trace, notes=[*trace.notes])  # those of this replay follow
     replay = ReplayOptions(
         window=config.window,
         time_scale=None if config.rate else config.time_scale,

@@ -3,13 +3,17 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from common.errors import ConfigError
+from common.errors import ConfigError, RequestError
+from gateway.requests.admission.priority import PriorityResolver
 from scripts.load_tester.output_files import say
 from scripts.load_tester.reporting.formats import percent
 from scripts.load_tester.workload.plan import make_plan
+from scripts.load_tester.workload.planned_request import PlannedRequest
+from scripts.simulator.client import priority_class_of
 from scripts.simulator.config import CONTEXT_LENGTH, POOL_TOKENS, SimulateConfig
 from scripts.simulator.hardware.node_model import NodeModel, find_hardware
 from scripts.simulator.planning.deployment import Deployment
@@ -19,7 +23,7 @@ from scripts.simulator.planning.planner import Choices, Objective, Planner, Plan
 from scripts.simulator.planning.report import plan_figures, plan_lines
 from scripts.simulator.planning.search import Goal
 from scripts.simulator.planning.verdict import Verdict
-from scripts.simulator.planning.windows import windows_of
+from scripts.simulator.planning.windows import trace_of, windows_of
 from scripts.simulator.report import write_report
 
 CHUNKS, BATCH_LIMITS = (8_192, 2_048), (256, 64)
@@ -67,11 +71,12 @@ def plan_command(config: SimulateConfig) -> int:
 def make_service_plan(config: SimulateConfig) -> tuple[PlanResult, Mapping[tuple[Deployment, float], Verdict]]:
     """Search for a plan; also returns everything that was simulated for it."""
     windows = windows_of(config, num_windows=config.plan_windows, num_requests=config.plan_requests)
-    load = LoadSize.of([make_plan(window) for window in windows])
+    plans = [make_plan(window, trace_of(window)) for window in windows]
+    load = LoadSize.of(plans)
     if not load.span_s:
         raise ConfigError("--plan needs requests at different instants: raise --plan-requests, or lower --burst-size")
     goal = Goal(config.slo_attainment, config.plan_confidence, MAX_DEVICES)
-    _check_lengths(config, load)
+    _check_requests(config, [one for plan in plans for session in plan.sessions for one in session])
     objective = Objective(config.slos.get("ttft", INFINITE), config.slos.get("itl", config.slos.get("tpot", INFINITE)))
     progress = PlanProgress(config.progress and sys.stderr.isatty())
     processes = config.plan_processes or os.cpu_count() or 1
@@ -83,16 +88,22 @@ def make_service_plan(config: SimulateConfig) -> tuple[PlanResult, Mapping[tuple
         progress.clear()
 
 
-def _check_lengths(config: SimulateConfig, load: LoadSize) -> None:
-    """Raise ConfigError if so many requests are longer than the context that no number of nodes helps."""
+def _check_requests(config: SimulateConfig, requests: Sequence[PlannedRequest]) -> None:
+    """Raise ConfigError if so many requests are refused that no number of nodes helps."""
     context = config.context_length or CONTEXT_LENGTH
-    count = len(load.requests)
-    too_long = sum(one.num_input + (config.max_new_tokens or one.num_output) > context for one in load.requests)
-    if too_long > (1 - config.slo_attainment) * count:
-        raise ConfigError(
-            f"--plan: {too_long:,} of {count:,} requests are longer than the context of {context:,} tokens and fail: "
-            "raise --context-length, or shorten them"
-        )
+    priorities = PriorityResolver(config)
+    refusals: Counter[str] = Counter()
+    for one in requests:
+        try:
+            if one.num_input + (config.max_new_tokens or one.num_output) > context:
+                refusals[f"longer than the context of {context:,} tokens: raise --context-length, or shorten them"] += 1
+            else:
+                priorities.assign((), one.priority, priority_class_of(one, config.class_weights))
+        except RequestError as error:
+            refusals[f"refused: {error.message}"] += 1
+    if refusals.total() > (1 - config.slo_attainment) * len(requests):
+        ((reason, count),) = refusals.most_common(1)
+        raise ConfigError(f"--plan: {count:,} of {len(requests):,} requests are {reason}")
 
 
 def choices_of(config: SimulateConfig) -> Choices:

@@ -19,7 +19,7 @@ from scripts.simulator.config import SimulateConfig
 from scripts.simulator.planning.deployment import Deployment
 from scripts.simulator.planning.search import Goal
 from scripts.simulator.planning.verdict import Verdict, WindowResult, is_hopeless, judge
-from scripts.simulator.planning.windows import scaled
+from scripts.simulator.planning.windows import scaled, trace_of
 from scripts.simulator.report import missed_limits
 from scripts.simulator.simulation import Simulation, rare_collections
 
@@ -45,7 +45,7 @@ def deployed(config: SimulateConfig, deployment: Deployment) -> SimulateConfig:
 
 def run_window(config: SimulateConfig, target: float) -> WindowResult:
     """Simulate one window, to its end or until it is hopeless."""
-    plan = make_plan(config)
+    plan = make_plan(config, trace_of(config))
     counted = {one.index for session in plan.sessions if session[0].at >= config.warmup_s for one in session}
     watch = _Watch(config.slos, plan.classes, counted, target)
     simulation = Simulation(config, plan)

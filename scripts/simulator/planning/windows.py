@@ -1,9 +1,10 @@
 """Windows of a load: stretches of a trace, or seeds of a drawn load, that are simulated one by one."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from common.errors import ConfigError
-from scripts.load_tester.workload.traces import read_trace
+from scripts.load_tester.workload.traces import Trace, read_trace
 from scripts.simulator.config import SimulateConfig
 
 #: Share of a window in which requests are sent and not counted: queues and caches fill.
@@ -17,10 +18,8 @@ def windows_of(config: SimulateConfig, *, num_windows: int, num_requests: int) -
     """
     config = config.without_plan()
     each = max(1, num_requests // num_windows)
-    if config.trace is None:
-        return _drawn(config, num_windows, each)
-    trace = read_trace(config.trace, config.trace_unit)
-    if not trace.has_times:
+    trace = trace_of(config)
+    if trace is None or not trace.has_times:
         return _drawn(config, num_windows, each)
     low, high = config.window
     instants = [row.at or 0.0 for row in trace.rows if low <= (row.at or 0.0) < high]
@@ -49,6 +48,14 @@ def windows_of(config: SimulateConfig, *, num_windows: int, num_requests: int) -
             )
         )
     return found
+
+
+def trace_of(config: SimulateConfig) -> Trace | None:
+    """The trace of ``--trace``, which each process reads once for all windows; None without one."""
+    return None if config.trace is None else _read_once(config.trace, config.trace_unit)
+
+
+_read_once = lru_cache(maxsize=1)(read_trace)
 
 
 def _drawn(config: SimulateConfig, num_windows: int, each: int) -> list[SimulateConfig]:

@@ -15,7 +15,7 @@ from common.node.loading.memory_plan import plan_capacity
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within
-from common.scheduling.prefill_adder import AddResult, Budgets, PrefillAdder
+from common.scheduling.prefill_adder import AddResult, PrefillAdder, PrefillLimits
 
 PAGE = 4
 
@@ -26,10 +26,10 @@ class Pool:
     def __init__(self, chunk_tokens: int, alignment: ChunkAlignment) -> None:
         self.allocator = PageAllocator(4_000)
         self.cache = RadixCache(self.allocator, PAGE)
-        self.budgets = Budgets(16_001, 1 << 30, chunk_tokens, alignment)
+        self.limits = PrefillLimits(8, max_prefill_tokens=1 << 30, chunk_tokens=chunk_tokens, alignment=alignment)
 
     def adder(self) -> PrefillAdder:
-        return PrefillAdder(self.cache, self.allocator, self.budgets, reserve_output=False)
+        return PrefillAdder(self.cache, self.allocator, self.limits, total_tokens=16_001, reserve_output=False)
 
     def commit(self, adder: PrefillAdder) -> None:
         for chunk in adder.chunks:

@@ -16,7 +16,7 @@ from common.config.scheduling import POLICIES, PriorityRules
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.chunked_prefill import ChunkAlignment
-from common.scheduling.long_prompts import LongPromptLimits
+from common.scheduling.prefill_adder import LongPromptLimits
 
 PAGE, CHUNK = 4, 16
 OFF = PriorityRules()

@@ -4,11 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from support.gateway.fake_nodes import folder, running
+from support.gateway.fake_nodes import running
 
 from gateway.http.routes import unsupported
-
-__all__ = ["folder"]
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 ROW = re.compile(r"^\| `(/[^`]*)` \| ([A-Z, ]+) \| (nothing|user|admin) \|$", re.MULTILINE)

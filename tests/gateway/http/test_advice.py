@@ -3,11 +3,9 @@
 import asyncio
 
 import pytest
-from support.gateway.fake_nodes import MODEL, folder, running
+from support.gateway.fake_nodes import MODEL, running
 
 from common.wire.messages import ClientLoad, Heartbeat, HeartbeatAck
-
-__all__ = ["folder"]
 
 
 @pytest.fixture

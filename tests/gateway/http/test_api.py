@@ -4,11 +4,9 @@ import asyncio
 import itertools
 
 import pytest
-from support.gateway.fake_nodes import EOS, MODEL, events, folder, make_tokenizer, running, silent
+from support.gateway.fake_nodes import EOS, MODEL, events, make_tokenizer, running, silent
 
 from gateway.text.tokenizer import Tokenizer
-
-__all__ = ["folder"]
 
 TEXT = Tokenizer(make_tokenizer())
 

@@ -6,23 +6,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from support.gateway.fake_nodes import BODY, error_of, events, folder, running, silent, start_request
+from support.gateway.fake_nodes import BODY, error_of, events, running, silent, start_request
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
 from gateway.requests.dispatcher import Dispatcher
 
-__all__ = ["folder"]
-
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 ONE = {"prompt": "a", "max_tokens": 1}
-
-
-@pytest.fixture
-async def stack(folder):
-    async with running(folder) as running_stack:
-        await running_stack.pair()
-        yield running_stack
 
 
 async def request(stack, method, path, **options):

@@ -4,13 +4,11 @@ import json
 import re
 
 import pytest
-from support.gateway.fake_nodes import folder, running
+from support.gateway.fake_nodes import running
 from support.gateway.toy_stack import answers, ids_of, toy_stack
 
 from common.sampling_params import Thinking
 from gateway.text.output_formats import ModelFormats
-
-__all__ = ["folder"]
 
 HI = [{"role": "user", "content": "Hi"}]
 

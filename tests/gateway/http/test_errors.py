@@ -4,24 +4,11 @@ import asyncio
 import threading
 
 import pytest
-from support.gateway.fake_nodes import MODEL, folder, running, silent
+from support.gateway.fake_nodes import MODEL, running, silent
 
 from common.errors import ErrorCode
 from common.wire.messages import Generate
 from gateway.text.chat_template import ChatTemplate
-
-__all__ = ["folder"]
-
-
-@pytest.fixture
-async def stack(folder):
-    async with running(folder) as running_stack:
-        await running_stack.pair()
-        yield running_stack
-        status, _ = await running_stack.post("/v1/completions", {"prompt": "still there", "max_tokens": 1})
-        assert status == 200
-        assert (await running_stack.get("/server_info"))[1]["num_in_flight"] == 0
-
 
 HI = [{"role": "user", "content": "Hi"}]
 DEEP = b"[" * 50_000
@@ -199,6 +186,13 @@ ALL_BAD = [
     ("/abort_request", {}, "rid"),
     ("/abort_request", {"rid": "x", "abort_all": True}, "rid"),
 ]
+
+
+@pytest.fixture
+async def stack(stack):
+    yield stack
+    status, _ = await stack.post("/v1/completions", {"prompt": "still there", "max_tokens": 1})
+    assert status == 200
 
 
 async def test_every_bad_body_is_refused_with_the_field_named(stack):

@@ -6,7 +6,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gateway.fake_nodes import EOS, folder, make_model_folder, make_tokenizer, running
+from support.gateway.fake_nodes import EOS, make_model_folder, make_tokenizer, running
 from tokenizers import normalizers
 
 from common.sampling_params import SamplingParams, TokenLogprobs
@@ -18,17 +18,8 @@ from gateway.requests.input.structured_output import GrammarChecker
 from gateway.requests.output_processor import OutputStream
 from gateway.text.tokenizer import Tokenizer
 
-__all__ = ["folder"]
-
 TEXT = Tokenizer(make_tokenizer())
 HI = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture
-async def stack(folder):
-    async with running(folder) as running_stack:
-        await running_stack.pair()
-        yield running_stack
 
 
 def ids_of(text):

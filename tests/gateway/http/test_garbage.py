@@ -6,9 +6,7 @@ from collections import Counter
 
 import aiohttp
 import pytest
-from support.gateway.fake_nodes import folder, running, silent
-
-__all__ = ["folder"]
+from support.gateway.fake_nodes import running, silent
 
 PATH = "/v1/completions"
 BODY = {"prompt": "Hi", "max_tokens": 3}

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.gateway.fake_nodes import folder, running
+from support.gateway.fake_nodes import running
 
 from common.errors import ErrorCode, RequestError
 from gateway.http.limits import LIGHT_BYTES, MAX_PARTS, PIECE_BYTES, Counter, check_weight
-
-__all__ = ["folder"]
 
 TEXTS = st.text(alphabet='ab",[{\\:\n\u00e9', max_size=8)
 VALUES = st.recursive(

@@ -3,9 +3,7 @@
 import asyncio
 
 import pytest
-from support.gateway.fake_nodes import MODEL, folder, running, silent
-
-__all__ = ["folder"]
+from support.gateway.fake_nodes import MODEL, running, silent
 
 
 @pytest.fixture

@@ -4,26 +4,17 @@ import asyncio
 import time
 
 import pytest
-from support.gateway.fake_nodes import adapter, echo, error_of, folder, running, silent, start_request
+from support.gateway.fake_nodes import adapter, echo, error_of, running, silent, start_request
 
 from common.wire.messages import AdapterUnused, LoadAdapter, UnloadAdapter
 from gateway.http.routes import adapters
 from gateway.workers import adapter_changes
-
-__all__ = ["folder"]
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SQL = {"lora_name": "sql", "lora_path": "sql-v1"}
 #: The number of a change that is made after those of a test.
 LATER = 1 << 60
 ASK = {"model": "sql", "prompt": "a summer's day", "max_tokens": 4}
-
-
-@pytest.fixture
-async def stack(folder):
-    async with running(folder) as running_stack:
-        await running_stack.pair()
-        yield running_stack
 
 
 async def names(stack):

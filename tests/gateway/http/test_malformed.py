@@ -7,10 +7,8 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gateway.fake_nodes import folder, running
+from support.gateway.fake_nodes import running
 from support.wire.mutated_http import mutated
-
-__all__ = ["folder"]
 
 HOST = b"Host: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST

@@ -6,11 +6,8 @@ import anthropic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
-from support.gateway.fake_nodes import folder
 from support.gateway.formatted_outputs import events_of
 from support.gateway.toy_stack import answers, failing_stream, last_generate, last_prompt, toy_stack
-
-__all__ = ["folder"]
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
 HI = {"role": "user", "content": "Hi"}

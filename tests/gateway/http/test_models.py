@@ -4,14 +4,12 @@ import asyncio
 import json
 
 import pytest
-from support.gateway.fake_nodes import MODEL, folder, make_model_folder, make_tokenizer, running, silent
+from support.gateway.fake_nodes import MODEL, make_model_folder, make_tokenizer, running, silent
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
 from common.wire.messages import Flush
 from gateway.workers.served_models import load_models, model_folders
-
-__all__ = ["folder"]
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -5,12 +5,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.gateway.fake_nodes import events, folder, running
+from support.gateway.fake_nodes import events, running
 
 from gateway.http.openapi import answers, generated
 from gateway.http.routes import unsupported
-
-__all__ = ["folder"]
 
 HI = [{"role": "user", "content": "Hi"}]
 GENERATING: list[tuple[str, dict[str, Any]]] = [
@@ -50,13 +48,6 @@ OTHERS: list[tuple[str, str, Any, Any]] = [
     ("POST", "/v1/messages", {}, answers.AnthropicError),
     ("POST", "/v1/messages/count_tokens", {}, answers.AnthropicError),
 ]
-
-
-@pytest.fixture
-async def stack(folder):
-    async with running(folder) as running_stack:
-        await running_stack.pair()
-        yield running_stack
 
 
 def route_path(route):

@@ -4,9 +4,7 @@ import asyncio
 import sys
 
 import pytest
-from support.gateway.fake_nodes import folder, running
-
-__all__ = ["folder"]
+from support.gateway.fake_nodes import running
 
 CHECKS = (
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",

@@ -3,14 +3,12 @@
 import re
 
 import pytest
-from support.gateway.fake_nodes import folder, running
+from support.gateway.fake_nodes import running
 from yarl import URL
 
 from common.cache.page_layout import ITEM_BYTES, SCALE_BYTES
 from common.errors import ErrorCode
 from gateway.http.routes.page import FOLDER
-
-__all__ = ["folder"]
 
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}

@@ -1,19 +1,10 @@
 """``/start_profile`` and ``/stop_profile`` ask every node, and never take a path."""
 
 import pytest
-from support.gateway.fake_nodes import folder, running
+from support.gateway.fake_nodes import running
 
 from common.wire.messages import ProfileAnswer, StartProfile
 from gateway.http.routes import profile
-
-__all__ = ["folder"]
-
-
-@pytest.fixture
-async def stack(folder):
-    async with running(folder) as running_stack:
-        await running_stack.pair()
-        yield running_stack
 
 
 async def test_every_node_is_asked_with_the_options_of_the_body(stack):

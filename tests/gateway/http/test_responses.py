@@ -7,13 +7,10 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import TypeAdapter
-from support.gateway.fake_nodes import folder
 from support.gateway.formatted_outputs import events_of
 from support.gateway.toy_stack import answers, failing_stream, ids_of, last_generate, last_prompt, toy_stack
 
 from gateway.requests.response_store import ResponseStore
-
-__all__ = ["folder"]
 
 EVENT = TypeAdapter(ResponseStreamEvent)
 TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]

@@ -5,14 +5,12 @@ import json
 
 import aiohttp
 import pytest
-from support.gateway.fake_nodes import echo, events, folder, running, silent
+from support.gateway.fake_nodes import echo, events, running, silent
 from support.gateway.toy_stack import answers, ids_of, toy_stack
 
 from common.errors import ErrorCode
 from common.wire.messages import Find, Generate
 from gateway.requests.input.input_processor import InputProcessor
-
-__all__ = ["folder"]
 
 KEY = {"Idempotency-Key": "one"}
 HI = [{"role": "user", "content": "Hi"}]
@@ -25,13 +23,6 @@ BODIES = {
 }
 COMPLETIONS = "/v1/completions"
 STREAM = {"prompt": "x", "max_tokens": 9, "stream": True}
-
-
-@pytest.fixture
-async def stack(folder):
-    async with running(folder) as running_stack:
-        await running_stack.pair()
-        yield running_stack
 
 
 async def post(stack, path, body, **headers):

@@ -3,25 +3,13 @@
 import asyncio
 
 import pytest
-from support.gateway.fake_nodes import MODEL, echo, events, folder, make_tokenizer, running, silent
+from support.gateway.fake_nodes import MODEL, echo, events, make_tokenizer, running, silent
 
 from gateway.requests.input.generate_request import MAX_LOGPROB_BYTES, MAX_LOGPROB_BYTES_OF_ALL
 from gateway.text.tokenizer import Tokenizer
 
-__all__ = ["folder"]
-
 TEXT = Tokenizer(make_tokenizer())
 HI = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture
-async def stack(folder):
-    async with running(folder) as running_stack:
-        await running_stack.pair()
-        yield running_stack
-        assert (await running_stack.get("/server_info"))[1]["num_in_flight"] == 0
-        _, answer = await running_stack.get("/v1/workers")
-        assert {worker["load_tokens"] for worker in answer["workers"]} == {0}
 
 
 def ids_of(text):

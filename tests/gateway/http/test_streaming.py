@@ -8,14 +8,12 @@ import threading
 from urllib.parse import urlsplit
 
 import pytest
-from support.gateway.fake_nodes import events, folder, running, silent
+from support.gateway.fake_nodes import events, running, silent
 from support.gateway.toy_stack import ids_of
 
 from common.sampling_params import TokenLogprobs
 from common.wire.messages import SetPaused, Tokens
 from gateway.http.formatters.openai import CompletionFormatter
-
-__all__ = ["folder"]
 
 COMPLETIONS = "/v1/completions"
 STREAM = {"prompt": "x", "max_tokens": 100, "stream": True}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import zmq
-from support.gateway.fake_nodes import echo, folder, running, silent
+from support.gateway.fake_nodes import echo, running, silent
 from support.gateway.formatted_outputs import output_of
 from support.wire.raw_peers import raw_peer
 
@@ -18,8 +18,6 @@ from common.errors import ErrorCode
 from common.stage_spans import StageSpan
 from common.wire.messages import Pairs, PairState
 from gateway.metrics.collectors import COUNTED_TOKENS, Metrics
-
-__all__ = ["folder"]
 
 LABEL = '{model="tiny"}'
 

@@ -3,12 +3,10 @@
 import logging
 
 import pytest
-from support.gateway.fake_nodes import error_of, folder, running, silent, start_request
+from support.gateway.fake_nodes import error_of, running, silent, start_request
 
 from common.errors import ErrorCode
 from common.logs import FIELDS
-
-__all__ = ["folder"]
 
 NAME = "gateway.requests.request_log"
 

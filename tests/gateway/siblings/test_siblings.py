@@ -12,15 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 from support.gateway.certificates import make_certificate
-from support.gateway.fake_nodes import BODY, Stack, events, folder, running, silent
+from support.gateway.fake_nodes import BODY, Stack, events, running, silent
 
 from common.errors import ConfigError
 from gateway import server
 from gateway.siblings import forwarding
 from gateway.siblings.connection import SiblingLost, ask, inherited_listener, listen_at
 from gateway.siblings.group import GatewayGroup
-
-__all__ = ["folder"]
 
 #: A key of each gateway, by the index of its home.
 HOME_KEYS = [next(f"k{n}" for n in range(99) if GatewayGroup("", 0, 2).home("key", f"k{n}") == i) for i in range(2)]

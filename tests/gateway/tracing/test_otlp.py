@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from support.gateway.fake_nodes import Stack, folder, running, silent, start_request
+from support.gateway.fake_nodes import Stack, running, silent, start_request
 from support.gateway.otlp_collector import ReceivedSpan, collector
 
 from common.clock import MonotonicClock
@@ -17,8 +17,6 @@ from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.tracing import otlp
 from gateway.tracing.timelines import Timeline
-
-__all__ = ["folder"]
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SECRET = "Rough winds do shake"

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.gateway.fake_nodes import FakeNode, Stack, echo, folder, running, silent, start_request
+from support.gateway.fake_nodes import FakeNode, Stack, echo, running, silent, start_request
 
 from common.sampling_params import SamplingParams
 from common.stage_spans import StageSpan
@@ -20,8 +20,6 @@ from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.tracing.chrome_trace import chrome_trace
 from gateway.tracing.timelines import Timeline, Timelines
 from gateway.workers.clock_offset import MAX_DRIFT
-
-__all__ = ["folder"]
 
 
 def generate(rid: str, length: int = 3) -> dict[str, Any]:

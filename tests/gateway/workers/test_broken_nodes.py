@@ -11,13 +11,11 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.gateway.fake_nodes import folder, running
+from support.gateway.fake_nodes import running
 from support.wire.message_strategies import messages_of
 from support.wire.raw_peers import raw_peer
 
 from common.wire.messages import PROTOCOL_VERSION, FromNode, Header
-
-__all__ = ["folder"]
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ import asyncio
 import contextlib
 
 import pytest
-from support.gateway.fake_nodes import echo, events, folder, running, silent
+from support.gateway.fake_nodes import echo, events, running, silent
 
 from common.errors import ErrorCode
-
-__all__ = ["folder"]
 
 
 @pytest.fixture

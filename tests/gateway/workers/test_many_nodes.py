@@ -3,14 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
-from support.gateway.fake_nodes import folder, make_register, running, silent
+from support.gateway.fake_nodes import make_register, running, silent
 
 from common.wire.messages import Heartbeat, Pairs, PairState, PrefillNodes
 from gateway.metrics.collectors import MAX_NODES, Metrics
 from gateway.requests.in_flight import InFlightTable
 from gateway.workers.registry import Registry
-
-__all__ = ["folder"]
 
 
 def beat(share):

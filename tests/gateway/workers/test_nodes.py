@@ -8,13 +8,11 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-from support.gateway.fake_nodes import BODY, echo, error_of, events, folder, running, silent, start_request
+from support.gateway.fake_nodes import BODY, echo, error_of, events, running, silent, start_request
 from support.wire.raw_peers import raw_peer
 
 from common.errors import ErrorCode
 from common.wire.messages import Abort, Pairs, PairState, PrefillNodes, Registered, Tokens, Unknown
-
-__all__ = ["folder"]
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ import asyncio
 
 import msgspec
 import pytest
-from support.gateway.fake_nodes import BODY, events, folder, running, silent
+from support.gateway.fake_nodes import BODY, events, running, silent
 
 from common.wire.messages import ChangeRole, Deregister, Done
-
-__all__ = ["folder"]
 
 
 @pytest.fixture

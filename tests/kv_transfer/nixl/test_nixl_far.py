@@ -7,32 +7,22 @@ writer when it is stopped too.
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 from support.kv.transfer_cluster import SOME, Cluster
 from support.kv.transport_ends import until
 from support.kv.transport_process import LAYOUT, NUM_PAGES
-from support.service.fork_server import ForkServer
 
 FAR = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "32k", "UCX_TCP_RCVBUF": "32k", "TEST_FAR": "1", "TEST_RECLAIM_S": "5"}
 
 
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    fork_server = ForkServer()
-    yield fork_server
-    fork_server.close()
-
-
 @pytest.fixture
-def cluster(fork_server: ForkServer) -> Iterator[Cluster]:
-    cluster = Cluster(fork_server, "nixl")
+def cluster(make_cluster: Callable[[str], Cluster]) -> Cluster:
+    cluster = make_cluster("nixl")
     for name in ("d0", "p0", "p1"):
         cluster.start(name, **FAR)
-    yield cluster
-    for end in cluster.ends.values():
-        end.close()
+    return cluster
 
 
 def stop_in_mid_write(cluster: Cluster, rids: dict[str, str]) -> None:

@@ -1,16 +1,13 @@
 """Connections between a prefill and a decode node: which pairs are accepted, and what an old epoch may still do."""
 
 import msgspec
-from support.kv.connected_pair import KEY, failure, pair, slow, written_unreported
+from support.kv.connected_pair import KEY, failure, slow, written_unreported
 from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode
 from common.wire.messages import AttachFailed, Connected, LayoutMessage, PagesWritten, Refused
 from kv_transfer.events import Completed, TransferFailed
-
-__all__ = ["pair"]
-
 
 # ---- pairs ------------------------------------------------------------------------------------------------------
 

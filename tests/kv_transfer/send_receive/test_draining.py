@@ -1,7 +1,5 @@
 """A sender whose writes cannot be recalled or whose pair breaks: when pages are released and what is reported."""
 
-from collections.abc import Iterator
-
 import pytest
 from support.kv.fake_transports import FakeWriter
 from support.kv.kv_fakes import DECODE, LAYOUT, MemfdStore
@@ -23,13 +21,6 @@ from kv_transfer.states import RESUME_LEASE_S
 from kv_transfer.transports.base import Attached
 
 NUM_PAGES = 8
-
-
-@pytest.fixture
-def store() -> Iterator[MemfdStore]:
-    store = MemfdStore(NUM_PAGES)
-    yield store
-    store.close()
 
 
 def granted(store: MemfdStore) -> tuple[FakeWriter, Sender]:

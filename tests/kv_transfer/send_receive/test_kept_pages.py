@@ -1,13 +1,11 @@
 """A transfer that ends early gives its first pages to the role, as far as they have arrived, and no others."""
 
-from support.kv.connected_pair import KEY, break_data_connection, half_written, pair, slow
+from support.kv.connected_pair import KEY, break_data_connection, half_written, slow
 from support.kv.kv_fakes import PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.wire.messages import PagesWritten
 from kv_transfer.receive.session import ReceiveSession
-
-__all__ = ["pair"]
 
 
 def assert_kept(pair: TransferPair, num_pages: int) -> None:

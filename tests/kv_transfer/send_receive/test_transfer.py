@@ -1,15 +1,12 @@
 """Sender and receiver over the in-process wire: the order of pages, and that each page is released exactly once."""
 
 import pytest
-from support.kv.connected_pair import KEY, pair, slow, written_unreported
+from support.kv.connected_pair import KEY, slow, written_unreported
 from support.kv.kv_fakes import LAYOUT, TransferPair
 
 from common.wire.messages import Coverage, PagesWritten, PrefillDone
 from kv_transfer.events import Completed, Finished
 from kv_transfer.send import write_queue
-
-__all__ = ["pair"]
-
 
 # ---- the common case --------------------------------------------------------------------------------------------
 

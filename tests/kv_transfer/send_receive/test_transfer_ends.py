@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from support.kv.connected_pair import KEY, failure, pair, slow, written_unreported
+from support.kv.connected_pair import KEY, failure, slow, written_unreported
 from support.kv.kv_fakes import PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
@@ -15,9 +15,6 @@ from kv_transfer.send import table as outgoing_module
 from kv_transfer.send import tombstones as tombs_module
 from kv_transfer.send.table import EARLY_LEASE_S
 from kv_transfer.send.tombstones import LEASE_S, Reason
-
-__all__ = ["pair"]
-
 
 # ---- cancels ----------------------------------------------------------------------------------------------------
 

@@ -8,62 +8,24 @@ transfer between any two of them. It tells both ends when a control connection i
 import itertools
 import signal
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from support.kv.transfer_cluster import SOME, Cluster
-from support.kv.transport_ends import TRANSPORTS, until
+from support.kv.transfer_faults import PATIENCE_S, STEPS, check_loss, check_stopped_prefill
+from support.kv.transport_ends import TRANSPORTS
 from support.kv.transport_process import NUM_PAGES
-from support.service.fork_server import ForkServer
-
-STEPS = ("offered", "attaching", "granted", "writing", "written", "acknowledging")
-#: Longer than a healthy peer needs on a busy machine. The other node is stopped for longer than this.
-PATIENCE_S = 6.0
-
-
-@pytest.fixture
-def make(fork_server: ForkServer) -> Iterator[Callable[[str], Cluster]]:
-    clusters: list[Cluster] = []
-
-    def begin(transport: str) -> Cluster:
-        clusters.append(Cluster(fork_server, transport))
-        return clusters[-1]
-
-    yield begin
-    for cluster in clusters:
-        for end in cluster.ends.values():
-            end.close()
 
 
 @pytest.mark.slow(sample=0.1)
 @pytest.mark.parametrize(("transport", "victim", "step"), list(itertools.product(TRANSPORTS, ("p0", "d0"), STEPS)))
 def test_either_node_is_killed_at_every_step(
-    make: Callable[[str], Cluster], transport: str, victim: str, step: str
+    make_cluster: Callable[[str], Cluster], transport: str, victim: str, step: str
 ) -> None:
-    cluster = make(transport)
-    prefill, decode = cluster.start("p0"), cluster.start("d0")
-    survivor = prefill if victim == decode else decode
-    cluster.reach(step, "a", prefill, decode, SOME)
-    cluster.ends[victim].kill()
-    if victim == decode and step == "writing":
-        cluster.ends[prefill].answer()
-    cluster.part(survivor, victim)
-    has_kept = victim == prefill and step == "acknowledging"
-    cluster.balanced(survivor, SOME if has_kept else 0)
-    assert cluster.page_counts(survivor)["ends"]["a"] == ("Completed" if has_kept else _failed(victim)), step
-    replacement = cluster.start(victim[0] + "1")
-    pair = (replacement, decode) if victim == prefill else (prefill, replacement)
-    cluster.serve("b", *pair, SOME)
-    for rid in ("a", "b") if has_kept else ("b",):
-        cluster.ask(pair[1], "give_back", rid=rid)
-    cluster.serve("c", *pair, NUM_PAGES)
-    cluster.balanced(pair[0])
-
-
-def _failed(victim: str) -> Any:
-    """The outcome that the survivor reports for the request."""
-    return "TransferFailed" if victim.startswith("p") else False
+    cluster = make_cluster(transport)
+    for name in ("p0", "d0"):
+        cluster.start(name)
+    check_loss(cluster, victim, step, cluster.ends[victim].process.kill)
 
 
 @pytest.mark.slow(sample=0.04)
@@ -71,38 +33,9 @@ def _failed(victim: str) -> Any:
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )
 def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
-    make: Callable[[str], Cluster], transport: str, step: str, ending: signal.Signals
+    make_cluster: Callable[[str], Cluster], transport: str, step: str, ending: signal.Signals
 ) -> None:
-    """Pages that the stopped node may still write stay in quarantine. Another node serves from the rest of the pool,
-    and what the stopped node writes when it wakes up reaches no page in use.
-    """
-    cluster = make(transport)
-    decode = cluster.start("d0", TEST_PATIENCE_S=str(PATIENCE_S))
-    prefill, other = cluster.start("p0", TEST_PATIENCE_S=str(PATIENCE_S)), cluster.start("p1")
-    cluster.reach(step, "a", prefill, decode, SOME)
-    cluster.ends[prefill].signal(signal.SIGSTOP)
-    stopped_at = time.monotonic()
-    cluster.part(decode, prefill)
-    has_kept = step == "acknowledging"
-    assert until(lambda: cluster.page_counts(decode)["ends"].get("a")) == (
-        "Completed" if has_kept else "TransferFailed"
-    )
-    cluster.serve("b", other, decode, SOME)
-    time.sleep(max(0.0, stopped_at + PATIENCE_S + 0.3 - time.monotonic()))
-    # The node is stopped, not dead. Where it writes the pool itself, only its message or its death frees these pages.
-    may_write = transport in ("shm", "cuda-ipc", "nixl") and step in ("granted", "writing", "written")
-    assert cluster.page_counts(decode)["aside"] == (SOME if may_write else 0)
-    cluster.ends[prefill].signal(ending)
-    if ending == signal.SIGCONT:
-        if step == "writing":
-            cluster.ends[prefill].answer()
-        cluster.part(prefill, decode)
-        cluster.balanced(prefill)
-    cluster.balanced(decode, SOME + SOME * has_kept)
-    cluster.ask(decode, "give_back", rid="b")  # compares the pages again
-    if has_kept:
-        cluster.ask(decode, "give_back", rid="a")
-    cluster.serve("c", prefill if ending == signal.SIGCONT else other, decode, NUM_PAGES)
+    check_stopped_prefill(make_cluster(transport), step, ending)
 
 
 @pytest.mark.slow(sample=0.04)
@@ -110,9 +43,9 @@ def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )
 def test_a_decode_node_is_stopped_for_longer_than_every_timeout(
-    make: Callable[[str], Cluster], transport: str, step: str, ending: signal.Signals
+    make_cluster: Callable[[str], Cluster], transport: str, step: str, ending: signal.Signals
 ) -> None:
-    cluster = make(transport)
+    cluster = make_cluster(transport)
     prefill = cluster.start("p0", TEST_PATIENCE_S=str(PATIENCE_S))
     decode, other = cluster.start("d0", TEST_PATIENCE_S=str(PATIENCE_S)), cluster.start("d1")
     cluster.reach(step, "a", prefill, decode, SOME)

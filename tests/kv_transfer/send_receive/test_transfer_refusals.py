@@ -1,7 +1,7 @@
 """Invalid and duplicate messages: each is refused with an explanation or counted, and no state changes."""
 
 import pytest
-from support.kv.connected_pair import KEY, half_written, pair, slow, written_unreported
+from support.kv.connected_pair import KEY, half_written, slow, written_unreported
 from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore, TransferPair
 
 from common.cache.page_allocator import PageAllocator
@@ -22,8 +22,6 @@ from kv_transfer.events import Completed
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.states import ReceiveState
 from scripts.simulator.service.inprocess_transport import InProcessReader
-
-__all__ = ["pair"]
 
 STRANGER = "x" * 32
 CANCELLED = "the decode node does not want it any more"

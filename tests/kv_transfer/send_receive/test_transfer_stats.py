@@ -1,7 +1,6 @@
 """Figures about transfers: stages by transport, write times, and failures by reason."""
 
 from support.kv.connected_pair import KEY, break_data_connection, slow
-from support.kv.connected_pair import pair as pair
 from support.kv.kv_fakes import TransferPair
 
 from kv_transfer.transfer_stats import WriteTime, stage_gauges

@@ -19,13 +19,9 @@ from support.kv.shm_ends import (
     NUM_PAGES,
     WriterProcess,
     attach,
-    child,
     offer,
     open_descriptors,
-    reader,
-    store,
     wait_for_news,
-    writer,
 )
 
 from common.cache.page_allocator import Owner, PageAllocator
@@ -39,8 +35,6 @@ from kv_transfer.transports.base import Attached, AttachError, Fenced
 from kv_transfer.transports.shm import ShmReader, ShmWriter, copy_thread
 from kv_transfer.transports.shm.copy_thread import CopyThread, PeerPool
 from scripts.chaos_harness.process_resources import ProcessResources
-
-__all__ = ["child", "reader", "store", "writer"]
 
 # ---- pages arrive -----------------------------------------------------------------------------------------------
 

@@ -10,16 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.kv.shm_ends import NUM_PAGES, WriterProcess, attach, child, offer, open_descriptors, reader, store, writer
+from support.kv.shm_ends import NUM_PAGES, WriterProcess, attach, offer, open_descriptors
 
 from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports import pending_connections as visitors
 from kv_transfer.transports.shm import ShmReader, ShmWriter
 from kv_transfer.transports.shm import protocol as shm_protocol
-
-__all__ = ["child", "reader", "store", "writer"]
-
 
 # ---- offers and pools --------------------------------------------------------------------------------------------
 

@@ -16,13 +16,9 @@ from support.kv.raw_tcp_peer import (
     NUM_PAGES,
     SIZE,
     RawTcpPeer,
-    _close_raw_peers,
     join,
     offer,
-    reader,
-    store,
     until,
-    writer,
 )
 
 from common.errors import ConfigError
@@ -32,9 +28,6 @@ from kv_transfer.transports.base import Attached, AttachError
 from kv_transfer.transports.tcp import TcpReader, TcpWriter, receive_thread
 from kv_transfer.transports.tcp import writer as tcp_writer
 from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, WELCOME, Terms
-
-__all__ = ["_close_raw_peers", "reader", "store", "writer"]
-
 
 # ---- accepted and rejected connections ---------------------------------------------------------------------------
 

@@ -17,14 +17,9 @@ from support.kv.raw_tcp_peer import (
     SIZE,
     WHOLE,
     RawTcpPeer,
-    _close_raw_peers,
     join,
     offer,
-    raw_peer,
-    reader,
-    store,
     until,
-    writer,
 )
 
 from kv_transfer.page_mapping import PageMapping
@@ -33,9 +28,6 @@ from kv_transfer.transports.base import Fenced
 from kv_transfer.transports.tcp import TcpReader, TcpWriter, protocol
 from kv_transfer.transports.tcp.protocol import MAC_BYTES, PAGE_FRAME_BYTES
 from kv_transfer.transports.tcp.receive_thread import ReceiveThread
-
-__all__ = ["_close_raw_peers", "raw_peer", "reader", "store", "writer"]
-
 
 # ---- permissions and frames --------------------------------------------------------------------------------------
 

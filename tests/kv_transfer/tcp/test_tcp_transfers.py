@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore, content
-from support.kv.raw_tcp_peer import NUM_PAGES, reader, store, until, writer
+from support.kv.raw_tcp_peer import NUM_PAGES, until
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.errors import ErrorCode
@@ -16,8 +16,6 @@ from kv_transfer.receive import connections as links
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.tcp import TcpReader, TcpWriter
-
-__all__ = ["reader", "store", "writer"]
 
 
 class Node:

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.kv.raw_gloo_peer import RawGlooPeer, attach, offer, reader, store, threads, writer
-from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, _close_raw_peers, until
+from support.kv.raw_gloo_peer import RawGlooPeer, attach, offer, threads
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
 from support.kv.transport_ends import End, digests, join, ship
 
 from common.errors import ConfigError
@@ -38,9 +38,6 @@ from kv_transfer.transports.torch_distributed.rendezvous import (
     WRITER,
     form,
 )
-
-__all__ = ["_close_raw_peers", "reader", "store", "writer"]
-
 
 # ---- forming a group ---------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
-from support.kv.raw_gloo_peer import RawGlooPeer, attach, gloo_peer, offer, reader, store, threads, writer
-from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, _close_raw_peers, until
+from support.kv.raw_gloo_peer import RawGlooPeer, attach, offer, threads
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, until
 
 from kv_transfer.transports.base import Attached, Fenced
 from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES
@@ -19,9 +19,6 @@ from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
 from kv_transfer.transports.torch_distributed import backend as group_backend
 from kv_transfer.transports.torch_distributed.backend import Group, Pages
 from kv_transfer.transports.torch_distributed.reader import GroupReceiveThread
-
-__all__ = ["_close_raw_peers", "gloo_peer", "reader", "store", "writer"]
-
 
 # ---- permissions and frames --------------------------------------------------------------------------------------
 

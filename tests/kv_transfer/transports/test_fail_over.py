@@ -1,34 +1,17 @@
 """Pairs of real processes whose transport fails in the middle of a transfer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from support.kv.transfer_cluster import Cluster, incarnation
 from support.kv.transport_ends import until
 from support.kv.transport_process import LAYOUT
-from support.service.fork_server import ForkServer
 
 from kv_transfer.transports.broken_transports import MIN_REST_S
 
 #: Where ``auto`` chooses NIXL first: nodes whose pages leave the machine, and that see each other on another host.
 FAR = {"TEST_HOST": "0.0.0.0", "TEST_FAR": "1", "UCX_TLS": "tcp"}
 PREFILL, DECODE = "p0", "d0"
-
-
-@pytest.fixture
-def make(fork_server: ForkServer) -> Iterator[Callable[[dict[str, str]], Cluster]]:
-    clusters: list[Cluster] = []
-
-    def begin(environment: dict[str, str]) -> Cluster:
-        clusters.append(Cluster(fork_server, "auto"))
-        for name in (PREFILL, DECODE):
-            clusters[-1].start(name, **environment)
-        return clusters[-1]
-
-    yield begin
-    for cluster in clusters:
-        for end in cluster.ends.values():
-            end.close()
 
 
 def carrier(cluster: Cluster) -> str:
@@ -38,10 +21,12 @@ def carrier(cluster: Cluster) -> str:
 
 @pytest.mark.parametrize(("first", "environment"), [("shm", {}), ("nixl", FAR)], ids=["shm", "nixl"])
 def test_a_transfer_goes_on_by_the_next_transport_and_the_pair_returns_later(
-    make: Callable[[dict[str, str]], Cluster], first: str, environment: dict[str, str]
+    make_cluster: Callable[[str], Cluster], first: str, environment: dict[str, str]
 ) -> None:
     """The decode node compares every page of every request."""
-    cluster = make(environment)
+    cluster = make_cluster("auto")
+    for name in (PREFILL, DECODE):
+        cluster.start(name, **environment)
     cluster.serve("before", PREFILL, DECODE, 2)
     assert carrier(cluster) == first
     cluster.reach("granted", "during", PREFILL, DECODE, 6)

@@ -1,7 +1,6 @@
 """Which transport a pair chooses, and which fences are then accepted."""
 
 import json
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -18,13 +17,6 @@ from kv_transfer.transports.broken_transports import MIN_REST_S
 from kv_transfer.transports.negotiation import PATIENCE_S, NegotiatingReader, NegotiatingWriter
 
 NUM_PAGES = 8
-
-
-@pytest.fixture
-def store() -> Iterator[MemfdStore]:
-    store = MemfdStore(NUM_PAGES)
-    yield store
-    store.close()
 
 
 def connect(reader: NegotiatingReader, epoch: int = 1) -> Connect:

@@ -25,7 +25,7 @@ from scripts.simulator.planning.estimate import LoadSize, RequestSize
 from scripts.simulator.planning.evaluation import Evaluator, deployed, run_window
 from scripts.simulator.planning.search import Goal
 from scripts.simulator.planning.verdict import WindowResult
-from scripts.simulator.planning.windows import scaled, windows_of
+from scripts.simulator.planning.windows import scaled, trace_of, windows_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -237,6 +237,22 @@ def test_requests_that_no_context_holds_are_refused_before_the_search(
     assert main([*words, "--context-length=904"]) == 2
     assert "12 of 60 requests are longer than the context of 904 tokens" in capsys.readouterr().err
     assert main([*words, "--context-length=905"]) == 0
+
+
+def test_requests_of_a_class_that_does_not_exist_are_refused_before_the_search(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--plan", "--rate=2", "--mix=a:class=gold;b:share=1", "--plan-processes=1", *GOALS]
+    assert main(words) == 2
+    found = capsys.readouterr().err
+    assert re.search(r"--plan: \d+ of \d+ requests are refused: priority_class: 'gold' is not a priority class", found)
+
+
+def test_a_trace_is_read_once_for_all_windows(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = windows_of(config("--plan", f"--trace={trace}", "--slo-ttft=1"), num_windows=3, num_requests=60)
+    monkeypatch.setattr(Path, "open", None)
+    plans = [make_plan(window, trace_of(window)) for window in windows]
+    assert [len(plan.notes) for plan in plans] == [len(plans[0].notes)] * 3
 
 
 def test_a_model_that_needs_several_devices_is_planned_with_as_many() -> None:

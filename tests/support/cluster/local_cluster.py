@@ -26,6 +26,7 @@ from common.scheduling.grammar_queue import CompileGrammar
 from common.scheduling.new_token_ratio import NewTokenRatio, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
+from common.scheduling.prefill_adder import PrefillLimits
 from common.stage_spans import StageSpan
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Abort, EndReason, Failed, Generate, Message, Move, Moved, Peer, Spans, Tokens
@@ -243,9 +244,7 @@ class LocalCluster:
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
         most_at_once = ChunkAlignment().most_at_once(self._chunk, page_size)
         kv_window = KVWindow.of_prefill(page_size, self._window, most_at_once)
-        limits = prefill.PrefillLimits(
-            self._max_running, self._max_queued, chunk_tokens=self._chunk, kv_window=kv_window
-        )
+        limits = PrefillLimits(self._max_running, self._max_queued, chunk_tokens=self._chunk, kv_window=kv_window)
         transport = InProcessWriter(self.wire, executor.pool)
         chosen = transport if self.wire.can_recall else NegotiatingWriter([transport])
         sender = self._sender(chosen, kv_window)

@@ -18,7 +18,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import pytest
 import zmq
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -111,12 +110,6 @@ def make_model_folder(folder: Path) -> Path:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the tiny model; read-only."""
-    return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 def make_register(role: str, name: str, **changes: Any) -> Register:

@@ -1,6 +1,5 @@
 """A connected sender and receiver, and transfers in the states from which tests begin."""
 
-import pytest
 from support.kv.kv_fakes import DECODE, TransferPair
 
 from common.request import RequestKey
@@ -8,13 +7,6 @@ from kv_transfer.events import TransferFailed
 from scripts.simulator.service.inprocess_transport import Wire
 
 KEY = ("r", 0)
-
-
-@pytest.fixture
-def pair() -> TransferPair:
-    pair = TransferPair()
-    pair.connect()
-    return pair
 
 
 def slow() -> TransferPair:

@@ -1,11 +1,9 @@
 """Readers and writers of Gloo in this process, and a peer with valid token and key that sends frames by hand."""
 
 import threading
-from collections.abc import Iterator
 
-import pytest
 import torch
-from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL
 from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
 
 from common.wire.messages import Connect, LayoutMessage
@@ -14,29 +12,6 @@ from kv_transfer.transports.tcp.protocol import MAC_BYTES, PAGE_FRAME_BYTES, Aut
 from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter
 from kv_transfer.transports.torch_distributed.backend import Group, Pages
 from kv_transfer.transports.torch_distributed.rendezvous import WRITER, form
-
-
-@pytest.fixture
-def store() -> Iterator[MemfdStore]:
-    store = MemfdStore(NUM_PAGES)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def reader(store: MemfdStore) -> Iterator[GroupReader]:
-    reader = GroupReader(store, "gloo", key=KEY)
-    yield reader
-    reader.close()
-
-
-@pytest.fixture
-def writer() -> Iterator[GroupWriter]:
-    store = MemfdStore(NUM_PAGES)
-    writer = GroupWriter(store, "gloo", key=KEY)
-    yield writer
-    writer.close()
-    store.close()
 
 
 def offer(reader: GroupReader, epoch: int = 1) -> Connect:
@@ -76,18 +51,6 @@ class RawGlooPeer(RawTcpPeer):
         if changed is not None:
             data[changed] ^= 1
         self.group.wait(self.group.send(data))
-
-
-@pytest.fixture
-def gloo_peer(reader: GroupReader) -> Iterator[RawGlooPeer]:
-    """A peer in a group under epoch 1 that may write pages 2 and 3."""
-    source = MemfdStore(NUM_PAGES)
-    gloo_peer = RawGlooPeer(reader)
-    gloo_peer.join(offer(reader), Pages(source, "gloo"))
-    reader.allow(PREFILL, 1, [2, 3])
-    yield gloo_peer
-    gloo_peer.group.close()
-    source.close()
 
 
 def threads(name: str) -> list[threading.Thread]:

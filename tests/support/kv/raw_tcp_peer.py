@@ -2,11 +2,10 @@
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-import pytest
-from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL
 
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.page_slices import PageSlice, whole
@@ -18,29 +17,6 @@ NUM_PAGES = 8
 SIZE = LAYOUT.page_bytes
 WHOLE = whole(LAYOUT)
 KEY = b"the cluster's key"
-
-
-@pytest.fixture
-def store() -> Iterator[MemfdStore]:
-    store = MemfdStore(NUM_PAGES)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def reader(store: MemfdStore) -> Iterator[TcpReader]:
-    reader = TcpReader(store, key=KEY, num_connections=2)
-    yield reader
-    reader.close()
-
-
-@pytest.fixture
-def writer() -> Iterator[TcpWriter]:
-    store = MemfdStore(NUM_PAGES)
-    writer = TcpWriter(store, key=KEY)
-    yield writer
-    writer.close()
-    store.close()
 
 
 def offer(reader: TcpReader, epoch: int = 1) -> Connect:
@@ -146,22 +122,3 @@ class RawTcpPeer:
     def is_hung_up(self) -> bool:
         self.turn()
         return self.receive(1) == b""
-
-
-@pytest.fixture(autouse=True)
-def _close_raw_peers() -> Iterator[None]:
-    yield
-    while RawTcpPeer.open_peers:
-        RawTcpPeer.open_peers.pop().connection.close()
-
-
-@pytest.fixture
-def raw_peer(store: MemfdStore) -> Iterator[RawTcpPeer]:
-    """A peer accepted under epoch 1, over one connection, that may write pages 2 and 3."""
-    reader = TcpReader(store, key=KEY, num_connections=1)
-    raw_peer = RawTcpPeer(reader)
-    assert len(raw_peer.handshake(offer(reader))) == 32
-    reader.allow(PREFILL, 1, [2, 3])
-    yield raw_peer
-    raw_peer.connection.close()
-    reader.close()

@@ -7,13 +7,11 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
-from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL
 
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports.base import Attached, AttachError, Fenced
@@ -65,36 +63,6 @@ class WriterProcess:
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
-
-
-@pytest.fixture
-def child() -> Iterator[WriterProcess]:
-    child = WriterProcess()
-    yield child
-    child.close()
-
-
-@pytest.fixture
-def store() -> Iterator[MemfdStore]:
-    store = MemfdStore(NUM_PAGES)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def reader(store: MemfdStore) -> Iterator[ShmReader]:
-    reader = ShmReader(store, DECODE)
-    yield reader
-    reader.close()
-
-
-@pytest.fixture
-def writer() -> Iterator[ShmWriter]:
-    store = MemfdStore(NUM_PAGES)
-    writer = ShmWriter(store)
-    yield writer
-    writer.close()
-    store.close()
 
 
 def offer(reader: ShmReader, epoch: int = 1, peer: str = PREFILL) -> Connect:

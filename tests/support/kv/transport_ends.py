@@ -7,18 +7,15 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from support.kv.kv_fakes import DECODE, PREFILL
 from support.kv.transport_process import page_content
 from support.service.fork_server import ForkServer
 
 TRANSPORTS = ("shm", "cuda-ipc", "tcp", "nixl", "gloo")
-#: These with pages that never leave the GPUs.
-ON_GPUS = ("cuda-ipc on a GPU", "nixl on a GPU", "nccl on two GPUs")
 
 
 class End:
@@ -67,37 +64,6 @@ def _states(pid: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             found.append((task / "stat").read_text().rpartition(")")[2].split()[0])
     return found
-
-
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    fork_server = ForkServer()
-    yield fork_server
-    fork_server.close()
-
-
-@pytest.fixture
-def start(fork_server: ForkServer) -> Iterator[Callable[..., End]]:
-    ends: list[End] = []
-
-    def begin(role: str, transport: str, key: str = "", **environment: str) -> End:
-        ends.append(End(fork_server, role, transport, key, **environment))
-        return ends[-1]
-
-    yield begin
-    for end in ends:
-        end.close()
-
-
-@pytest.fixture(params=[*TRANSPORTS, *(pytest.param(name, marks=pytest.mark.cuda) for name in ON_GPUS)])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a transport. ``cuda-ipc`` uses a fake of the driver, except in tests marked ``cuda``."""
-    name, _, is_on_gpu = str(request.param).partition(" ")
-    if is_on_gpu:
-        monkeypatch.setenv("TEST_GPU", "1")
-    if name == "nccl" and len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) < 2:
-        pytest.skip("NCCL needs two GPUs")
-    return name
 
 
 def until(look: Callable[[], Any], timeout_s: float = 60.0) -> Any:

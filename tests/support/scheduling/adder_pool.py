@@ -8,7 +8,7 @@ from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import cache_computed
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.prefill_adder import AddResult, Budgets, PrefillAdder
+from common.scheduling.prefill_adder import AddResult, PrefillAdder, PrefillLimits
 
 CONTINUE, NO_TOKEN, OTHER = AddResult.CONTINUE, AddResult.NO_TOKEN, AddResult.OTHER
 PAGE = 4
@@ -29,11 +29,17 @@ class Pool:
         return (self.allocator.num_free + self.cache.num_evictable_pages) * self.page_size
 
     def adder(
-        self, total: int | None = None, inputs: int = 10_000, chunk: int | None = None, **rest: Any
+        self,
+        total: int | None = None,
+        inputs: int = 10_000,
+        chunk: int | None = None,
+        *,
+        max_requests: int | None = None,
+        **rest: Any,
     ) -> PrefillAdder:
-        budgets = Budgets(self.num_tokens if total is None else total, inputs, chunk)
-        rest.setdefault("reserve_output", False)
-        return PrefillAdder(self.cache, self.allocator, budgets, **rest)
+        limits = PrefillLimits(8, max_prefill_tokens=inputs, chunk_tokens=chunk, max_requests=max_requests)
+        options = {"total_tokens": self.num_tokens if total is None else total, "reserve_output": False, **rest}
+        return PrefillAdder(self.cache, self.allocator, limits, **options)
 
     def cached(self, *tokens: int) -> None:
         """Put these tokens into the cache."""

@@ -10,10 +10,11 @@ from common.sampling_params import SamplingParams
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
+from common.scheduling.prefill_adder import PrefillLimits
 from common.step_plan import StepPlan, StepResult
 from decode_node.request_state import State
 from decode_node.scheduler import DecodeLimits, DecodeScheduler, PageGrant, Sampled
-from prefill_node.scheduler import Computed, PrefillLimits, PrefillScheduler
+from prefill_node.scheduler import Computed, PrefillScheduler
 
 PAGE = 4
 ON = PriorityRules(is_enabled=True, preemption_threshold=2)

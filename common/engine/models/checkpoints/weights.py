@@ -125,9 +125,9 @@ def _check(parts: dict[str, Tensor], sources: dict[str, TensorSource], folder: P
         raise ConfigError(f"{folder}: the tensors do not match config.json: {'; '.join(found)}")
 
 
-def _some(names: list[str], limit: int = 5) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + rest
 
 
 def _fill(part: Tensor, whole: Tensor, shard: Shard) -> None:

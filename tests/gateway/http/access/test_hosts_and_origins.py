@@ -5,14 +5,12 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.gateway.fake_nodes import folder, running
+from support.gateway.fake_nodes import running
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError, RequestError
 from gateway.http.access.hosts import MAX_KNOWN, AllowedHosts, allowed_hosts
 from gateway.http.access.origins import AllowedOrigins
-
-__all__ = ["folder"]
 
 LOOPBACK = [
     "localhost",

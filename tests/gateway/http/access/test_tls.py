@@ -10,13 +10,13 @@ import httpx2
 import openai
 import pytest
 from support.gateway.certificates import certificate, make_certificate
-from support.gateway.fake_nodes import folder, running, silent
+from support.gateway.fake_nodes import running, silent
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
 from gateway.http.access.tls import make_tls_context
 
-__all__ = ["certificate", "folder"]
+__all__ = ["certificate"]
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "ab", "max_tokens": 5}

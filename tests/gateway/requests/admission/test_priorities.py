@@ -4,13 +4,11 @@ import asyncio
 import contextlib
 
 import pytest
-from support.gateway.fake_nodes import echo, folder, running, silent
+from support.gateway.fake_nodes import echo, running, silent
 from support.gateway.key_files import write_key_file
 
 from common.request import LOWEST_PRIORITY
 from common.wire.messages import Decision, Reprioritize
-
-__all__ = ["folder"]
 
 KEYS = {"k1": {"tenant": "alice"}, "k2": {"tenant": "bob"}, "k3": {}, "root": {"admin": True}}
 

@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
-from support.gateway.fake_nodes import echo, folder, running, silent
-
-__all__ = ["folder"]
+from support.gateway.fake_nodes import echo, running, silent
 
 
 @contextlib.asynccontextmanager
