@@ -59,9 +59,15 @@ def read_json(file: Path, *, required: bool = True) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of the checkpoint, sorted by name: the files of its index, or all in the folder."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
+    """Return the safetensors files of the checkpoint, sorted by name.
+
+    They are those that transformers reads: ``model.safetensors``, or else the files of the index. A folder that has
+    neither is read whole.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists():
+        files = [whole]
+    elif index.exists():
         weight_map = read_json(index).get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ConfigError(f"{index}: weight_map must map each tensor to the name of a file")

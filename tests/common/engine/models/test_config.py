@@ -249,6 +249,7 @@ def test_a_checkpoint_without_tensors_or_with_a_wrong_index_is_refused(folder: P
     save_file({}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match="hold no tensors"):
         load(folder)
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
     with pytest.raises(ConfigError, match="weight_map"):
         load(folder)
@@ -299,6 +300,15 @@ def test_a_sharded_checkpoint_has_the_same_digest(folder: Path) -> None:
     (folder / "model-00002.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model-00002\.safetensors: missing, although the index names it"):
         load(folder)
+
+
+def test_a_whole_file_is_read_alone_whatever_is_beside_it(folder: Path) -> None:
+    whole = load(folder)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(4, 4)}, folder / "consolidated.safetensors")
+    stale = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(stale))
+    assert load(folder).digest == whole.digest
+    executor(folder)
 
 
 @pytest.mark.parametrize(
