@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.engine.models.base_config import DTYPES, BaseModelConfig
-from common.engine.models.checkpoints.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
+from common.engine.models.checkpoints.checkpoint import (
+    MAX_INTEGER,
+    MAX_LAYERS,
+    Numbers,
+    StoredTensor,
+    locate,
+    read_json,
+    stored_tensors,
+)
 from common.engine.models.checkpoints.quantized.config import CheckpointQuantization, parse_quantization
 from common.engine.models.expert_config import (
     MIXTRAL_EXPERTS,
@@ -233,7 +241,7 @@ def parse_config(
     return ModelConfig(
         folder=folder,
         family=family.name,
-        num_layers=number.positive("num_hidden_layers"),
+        num_layers=number.positive("num_hidden_layers", most=MAX_LAYERS),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -249,8 +257,8 @@ def parse_config(
         has_mlp_bias=family.has_mlp_bias_key and bool(config.get("mlp_bias", False)),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         dtype=named_dtype(config, folder) if tensors is None else main_dtype(tensors, quantization, folder),
-        eos_token_ids=eos_token_ids(generation, config),
-        generation=generation_defaults(generation),
+        eos_token_ids=eos_token_ids(folder, generation, config),
+        generation=generation_defaults(generation, folder),
         digest=digest_of(config, tensors),
         experts=None if family.experts is None else parse_experts(config, family.experts, folder),
         quantization=quantization,
@@ -310,18 +318,36 @@ def named_dtype(config: dict[str, Any], folder: Path) -> str:
     return str(dtype)
 
 
-def eos_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
-    """Return the ids of all sources in order, without duplicates; ``eos_token_id`` is an int, a list or absent."""
+def eos_token_ids(folder: Path, *sources: dict[str, Any]) -> tuple[int, ...]:
+    """Return the ids of all sources in order, without duplicates; ``eos_token_id`` is an int, a list or absent.
+
+    Raises:
+        ConfigError: it is something else.
+    """
     ids: list[int] = []
     for source in sources:
         found = source.get("eos_token_id")
         ids += found if isinstance(found, list) else [] if found is None else [found]
-    return tuple(dict.fromkeys(int(token) for token in ids))
+    for token in ids:
+        if type(token) is not int or abs(token) > MAX_INTEGER:
+            raise ConfigError(
+                f"{folder}: eos_token_id in config.json and generation_config.json should be a token id or a list of "
+                f"token ids, not {token!r}"
+            )
+    return tuple(dict.fromkeys(ids))
 
 
-def generation_defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """Return the sampling defaults of generation_config.json; ``do_sample`` is ignored, as in vLLM and SGLang."""
-    return {key: float(generation[key]) for key in GENERATION_DEFAULTS if generation.get(key) is not None}
+def generation_defaults(generation: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Return the sampling defaults of generation_config.json; ``do_sample`` is ignored, as in vLLM and SGLang.
+
+    Raises:
+        ConfigError: one of them is no finite number.
+    """
+    found = {key: generation[key] for key in GENERATION_DEFAULTS if generation.get(key) is not None}
+    for key, value in found.items():
+        if not isinstance(value, int | float) or not abs(value) <= MAX_INTEGER:
+            raise ConfigError(f"{folder}/generation_config.json: {key} should be a number, not {value!r}")
+    return {key: float(value) for key, value in found.items()}
 
 
 def digest_of(config: dict[str, Any], tensors: dict[str, StoredTensor] | None) -> str:
@@ -377,7 +403,7 @@ def _parse_llama3(number: Numbers, max_positions: int) -> Llama3Scaling:
 def _parse_yarn(rope: dict[str, Any], number: Numbers, max_positions: int) -> YarnScaling:
     # Defaults are those of transformers' ``_compute_yarn_parameters``.
     original = number.positive("original_max_position_embeddings", max_positions)
-    factor = number.real("factor", max_positions / original)
+    factor = number.real("factor", max_positions / original, most=MAX_INTEGER / original)
     attention_factor = _mscale(factor, 1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         attention_factor = _mscale(factor, number.real("mscale")) / _mscale(factor, number.real("mscale_all_dim"))

@@ -5,6 +5,7 @@ Only JSON and safetensors files are read: no remote code, no pickles.
 
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ FETCHED_FILES = ["*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.mode
 WEIGHT_FILES = ["*.safetensors"]
 CODE_FILES = ["*.py"]
 MAX_HEADER_BYTES = 100 << 20
+MAX_INTEGER = 2**31 - 1  # in config.json
+#: Far above what models have.
+MAX_LAYERS = MAX_EXPERTS = 10_000
 
 
 class StoredTensor(NamedTuple):
@@ -123,15 +127,16 @@ class Numbers:
         self._config = config
         self._folder = folder
 
-    def positive(self, key: str, default: int | None = None) -> int:
-        return int(self._number(key, default, (int,), "a positive integer"))
+    def positive(self, key: str, default: int | None = None, *, most: int = MAX_INTEGER) -> int:
+        return int(self._number(key, default, (int,), "a positive integer", most))
 
-    def real(self, key: str, default: float | None = None) -> float:
-        return float(self._number(key, default, (int, float), "a positive number"))
+    def real(self, key: str, default: float | None = None, *, most: float = sys.float_info.max) -> float:
+        return float(self._number(key, default, (int, float), "a positive number", most))
 
-    def _number(self, key: str, default: float | None, kinds: tuple[type, ...], what: str) -> Any:
+    def _number(self, key: str, default: float | None, kinds: tuple[type, ...], what: str, most: float) -> Any:
         given = self._config.get(key)
         value: Any = default if given is None else given
-        if type(value) not in kinds or value <= 0:
-            raise ConfigError(f"{self._folder}/config.json: {key} should be {what}, not {value!r}")
+        if type(value) not in kinds or not 0 < value <= most:
+            limit = f" up to {most:g}" if type(value) in kinds and value > most else ""
+            raise ConfigError(f"{self._folder}/config.json: {key} should be {what}{limit}, not {value!r}")
         return value

@@ -44,12 +44,12 @@ def load_weights(config: ModelConfig, dtype: str, device: torch.device, shard: S
     if config.is_tied and _EMBEDDING in stored and _HEAD in stored:
         config = _tied_as_stored(config, stored, files)
     _, whole = allocate_weights(config, TORCH_DTYPES[dtype], torch.device("meta"))
-    own = shard.config_of(config)
-    weights, parts = allocate_weights(own, TORCH_DTYPES[dtype], device, has_head=shard.rank == 0)
     sources = _find_sources(config, stored, {name: tuple(part.shape) for name, part in whole.items()}, files)
     if config.is_tied and _EMBEDDING not in sources and _HEAD in sources:
         sources[_EMBEDDING] = sources.pop(_HEAD)  # of two names of one tensor, some exporters keep the first
     _check(whole, sources, config.folder)
+    own = shard.config_of(config)
+    weights, parts = allocate_weights(own, TORCH_DTYPES[dtype], device, has_head=shard.rank == 0)
     progress = _Progress(len(parts))
     for name in sorted(parts, key=lambda name: ([stored[one].file for one in sources[name].stored[:1]], name)):
         if shard.has(name):
