@@ -42,7 +42,8 @@ class Family:
         qkv_bias, o_bias: whether the attention matrices have biases; None: ``attention_bias`` in config.json decides.
         has_mlp_bias_key: whether ``mlp_bias`` in config.json has an effect.
         has_window_key: whether ``sliding_window`` in config.json has an effect.
-        default_window: sliding window of a config.json without that key.
+        default_window, default_theta, default_eps: ``sliding_window``, ``rope_theta`` and ``rms_norm_eps`` of a
+            config.json without these keys.
         experts: how its experts are described; None: its layers are dense.
     """
 
@@ -53,6 +54,8 @@ class Family:
     has_mlp_bias_key: bool = False
     has_window_key: bool = False
     default_window: int | None = None
+    default_theta: float = 10_000.0
+    default_eps: float = 1e-6
     experts: ExpertKeys | None = None
 
 
@@ -63,7 +66,15 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Family("llama", has_mlp_bias_key=True),
     "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, has_window_key=True, default_window=4096),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", has_qk_norm=True, experts=QWEN_EXPERTS),
-    "MixtralForCausalLM": Family("mixtral", qkv_bias=False, o_bias=False, has_window_key=True, experts=MIXTRAL_EXPERTS),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        qkv_bias=False,
+        o_bias=False,
+        has_window_key=True,
+        default_theta=1_000_000.0,
+        default_eps=1e-5,
+        experts=MIXTRAL_EXPERTS,
+    ),
 }
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 ROPE_TYPES = ("default", "llama3", "yarn")
@@ -235,7 +246,7 @@ def parse_config(
     if head_dim % 2:
         raise ConfigError(f"{folder}/config.json: head_dim {head_dim} is odd; rotary embedding needs an even number")
     max_positions = number.positive("max_position_embeddings")
-    rope = parse_rope(config, max_positions, folder)
+    rope = parse_rope(config, max_positions, folder, family.default_theta)
     quantization = None if tensors is None else parse_quantization(config.get("quantization_config"), folder)
     attention_bias = bool(config.get("attention_bias", False))
     return ModelConfig(
@@ -249,7 +260,7 @@ def parse_config(
         intermediate_size=number.positive("intermediate_size"),
         vocab_size=number.positive("vocab_size"),
         context_length=rope.context_length(max_positions),
-        rms_norm_eps=number.real("rms_norm_eps", 1e-6),
+        rms_norm_eps=number.real("rms_norm_eps", family.default_eps),
         rope=rope,
         has_qk_norm=family.has_qk_norm,
         has_qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -362,7 +373,7 @@ def digest_of(config: dict[str, Any], tensors: dict[str, StoredTensor] | None) -
 # ---- rotary position embedding ---------------------------------------------------------------------------------------
 
 
-def parse_rope(config: dict[str, Any], max_positions: int, folder: Path) -> RopeConfig:
+def parse_rope(config: dict[str, Any], max_positions: int, folder: Path, default_theta: float) -> RopeConfig:
     """Parse the rope parameters in either spelling.
 
     transformers 5 writes ``rope_parameters``; earlier versions write ``rope_theta`` and ``rope_scaling``. If both are
@@ -375,7 +386,7 @@ def parse_rope(config: dict[str, Any], max_positions: int, folder: Path) -> Rope
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedModelError(f"{folder}: rope by type of layer is not supported; only one for all layers is")
-    rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
+    rope.setdefault("rope_theta", config.get("rope_theta", default_theta))
     if config.get("original_max_position_embeddings"):
         rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     kind = rope.get("rope_type", rope.get("type", "default"))

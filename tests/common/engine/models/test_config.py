@@ -213,6 +213,19 @@ def test_mistrals_window_must_be_null_since_a_missing_key_means_4096(tmp_path: P
         load(folder)
 
 
+@pytest.mark.parametrize(("family", "kind"), [("mixtral", "MixtralConfig"), ("qwen3", "Qwen3Config")])
+def test_missing_keys_have_the_values_that_transformers_gives_them(tmp_path: Path, family: str, kind: str) -> None:
+    import transformers
+
+    folder = make_model(tmp_path / "model", family, num_hidden_layers=1)
+    rewrite(folder, rope_parameters=None, rms_norm_eps=None)
+    config, expected = load(folder), getattr(transformers, kind)()
+    assert (config.rms_norm_eps, config.rope) == (
+        expected.rms_norm_eps,
+        RopeConfig(expected.rope_parameters["rope_theta"]),
+    )
+
+
 def test_qwen2s_window_counts_only_if_it_is_enabled(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "qwen2", num_hidden_layers=1)
     rewrite(folder, sliding_window=4096, use_sliding_window=False, max_window_layers=1, layer_types=None)
