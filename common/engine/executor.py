@@ -532,7 +532,11 @@ def load_executor(
     grammars = load_compiler(
         config.tokenizer_folder or config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
     )
-    return TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars, ranks=ranks)
+    try:
+        return TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars, ranks=ranks)
+    except MemoryError as error:
+        tables = f"the page tables of {num_slots} requests of {config.context_length} tokens"
+        raise ConfigError(f"{tables} do not fit into memory: lower --context-length or --max-running-requests") from error
 
 
 def check_device(name: str) -> torch.device:

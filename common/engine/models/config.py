@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.engine.models.base_config import DTYPES, BaseModelConfig
-from common.engine.models.checkpoints.checkpoint import Numbers, StoredTensor, locate, read_json, stored_tensors
+from common.engine.models.checkpoints.checkpoint import (
+    MAX_INTEGER,
+    MAX_LAYERS,
+    Numbers,
+    StoredTensor,
+    locate,
+    read_json,
+    stored_tensors,
+)
 from common.engine.models.checkpoints.quantized.config import CheckpointQuantization, parse_quantization
 from common.engine.models.expert_config import (
     MIXTRAL_EXPERTS,
@@ -34,7 +42,8 @@ class Family:
         qkv_bias, o_bias: whether the attention matrices have biases; None: ``attention_bias`` in config.json decides.
         has_mlp_bias_key: whether ``mlp_bias`` in config.json has an effect.
         has_window_key: whether ``sliding_window`` in config.json has an effect.
-        default_window: sliding window of a config.json without that key.
+        default_window, default_theta, default_eps: ``sliding_window``, ``rope_theta`` and ``rms_norm_eps`` of a
+            config.json without these keys.
         experts: how its experts are described; None: its layers are dense.
     """
 
@@ -45,6 +54,8 @@ class Family:
     has_mlp_bias_key: bool = False
     has_window_key: bool = False
     default_window: int | None = None
+    default_theta: float = 10_000.0
+    default_eps: float = 1e-6
     experts: ExpertKeys | None = None
 
 
@@ -55,7 +66,15 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Family("llama", has_mlp_bias_key=True),
     "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, has_window_key=True, default_window=4096),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", has_qk_norm=True, experts=QWEN_EXPERTS),
-    "MixtralForCausalLM": Family("mixtral", qkv_bias=False, o_bias=False, has_window_key=True, experts=MIXTRAL_EXPERTS),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        qkv_bias=False,
+        o_bias=False,
+        has_window_key=True,
+        default_theta=1_000_000.0,
+        default_eps=1e-5,
+        experts=MIXTRAL_EXPERTS,
+    ),
 }
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 ROPE_TYPES = ("default", "llama3", "yarn")
@@ -227,13 +246,13 @@ def parse_config(
     if head_dim % 2:
         raise ConfigError(f"{folder}/config.json: head_dim {head_dim} is odd; rotary embedding needs an even number")
     max_positions = number.positive("max_position_embeddings")
-    rope = parse_rope(config, max_positions, folder)
+    rope = parse_rope(config, max_positions, folder, family.default_theta)
     quantization = None if tensors is None else parse_quantization(config.get("quantization_config"), folder)
     attention_bias = bool(config.get("attention_bias", False))
     return ModelConfig(
         folder=folder,
         family=family.name,
-        num_layers=number.positive("num_hidden_layers"),
+        num_layers=number.positive("num_hidden_layers", most=MAX_LAYERS),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -241,7 +260,7 @@ def parse_config(
         intermediate_size=number.positive("intermediate_size"),
         vocab_size=number.positive("vocab_size"),
         context_length=rope.context_length(max_positions),
-        rms_norm_eps=number.real("rms_norm_eps", 1e-6),
+        rms_norm_eps=number.real("rms_norm_eps", family.default_eps),
         rope=rope,
         has_qk_norm=family.has_qk_norm,
         has_qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -249,8 +268,8 @@ def parse_config(
         has_mlp_bias=family.has_mlp_bias_key and bool(config.get("mlp_bias", False)),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         dtype=named_dtype(config, folder) if tensors is None else main_dtype(tensors, quantization, folder),
-        eos_token_ids=eos_token_ids(generation, config),
-        generation=generation_defaults(generation),
+        eos_token_ids=eos_token_ids(folder, generation, config),
+        generation=generation_defaults(generation, folder),
         digest=digest_of(config, tensors),
         experts=None if family.experts is None else parse_experts(config, family.experts, folder),
         quantization=quantization,
@@ -310,18 +329,36 @@ def named_dtype(config: dict[str, Any], folder: Path) -> str:
     return str(dtype)
 
 
-def eos_token_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
-    """Return the ids of all sources in order, without duplicates; ``eos_token_id`` is an int, a list or absent."""
+def eos_token_ids(folder: Path, *sources: dict[str, Any]) -> tuple[int, ...]:
+    """Return the ids of all sources in order, without duplicates; ``eos_token_id`` is an int, a list or absent.
+
+    Raises:
+        ConfigError: it is something else.
+    """
     ids: list[int] = []
     for source in sources:
         found = source.get("eos_token_id")
         ids += found if isinstance(found, list) else [] if found is None else [found]
-    return tuple(dict.fromkeys(int(token) for token in ids))
+    for token in ids:
+        if type(token) is not int or abs(token) > MAX_INTEGER:
+            raise ConfigError(
+                f"{folder}: eos_token_id in config.json and generation_config.json should be a token id or a list of "
+                f"token ids, not {token!r}"
+            )
+    return tuple(dict.fromkeys(ids))
 
 
-def generation_defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """Return the sampling defaults of generation_config.json; ``do_sample`` is ignored, as in vLLM and SGLang."""
-    return {key: float(generation[key]) for key in GENERATION_DEFAULTS if generation.get(key) is not None}
+def generation_defaults(generation: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Return the sampling defaults of generation_config.json; ``do_sample`` is ignored, as in vLLM and SGLang.
+
+    Raises:
+        ConfigError: one of them is no finite number.
+    """
+    found = {key: generation[key] for key in GENERATION_DEFAULTS if generation.get(key) is not None}
+    for key, value in found.items():
+        if not isinstance(value, int | float) or not abs(value) <= MAX_INTEGER:
+            raise ConfigError(f"{folder}/generation_config.json: {key} should be a number, not {value!r}")
+    return {key: float(value) for key, value in found.items()}
 
 
 def digest_of(config: dict[str, Any], tensors: dict[str, StoredTensor] | None) -> str:
@@ -336,7 +373,7 @@ def digest_of(config: dict[str, Any], tensors: dict[str, StoredTensor] | None) -
 # ---- rotary position embedding ---------------------------------------------------------------------------------------
 
 
-def parse_rope(config: dict[str, Any], max_positions: int, folder: Path) -> RopeConfig:
+def parse_rope(config: dict[str, Any], max_positions: int, folder: Path, default_theta: float) -> RopeConfig:
     """Parse the rope parameters in either spelling.
 
     transformers 5 writes ``rope_parameters``; earlier versions write ``rope_theta`` and ``rope_scaling``. If both are
@@ -349,7 +386,7 @@ def parse_rope(config: dict[str, Any], max_positions: int, folder: Path) -> Rope
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedModelError(f"{folder}: rope by type of layer is not supported; only one for all layers is")
-    rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
+    rope.setdefault("rope_theta", config.get("rope_theta", default_theta))
     if config.get("original_max_position_embeddings"):
         rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -377,7 +414,7 @@ def _parse_llama3(number: Numbers, max_positions: int) -> Llama3Scaling:
 def _parse_yarn(rope: dict[str, Any], number: Numbers, max_positions: int) -> YarnScaling:
     # Defaults are those of transformers' ``_compute_yarn_parameters``.
     original = number.positive("original_max_position_embeddings", max_positions)
-    factor = number.real("factor", max_positions / original)
+    factor = number.real("factor", max_positions / original, most=MAX_INTEGER / original)
     attention_factor = _mscale(factor, 1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         attention_factor = _mscale(factor, number.real("mscale")) / _mscale(factor, number.real("mscale_all_dim"))

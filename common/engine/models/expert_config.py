@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.engine.models.checkpoints.checkpoint import Numbers
+from common.engine.models.checkpoints.checkpoint import MAX_EXPERTS, MAX_LAYERS, Numbers
 from common.errors import ConfigError
 
 
@@ -74,7 +74,8 @@ def parse_experts(config: dict[str, Any], keys: ExpertKeys, folder: Path) -> Exp
     """
     number = Numbers(config, folder)
     # transformers 5 writes num_local_experts for both families; Qwen's own files have num_experts.
-    num_experts = number.positive("num_local_experts" if "num_local_experts" in config else "num_experts")
+    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    num_experts = number.positive(name, most=MAX_EXPERTS)
     num_per_token = number.positive("num_experts_per_tok")
     if not num_per_token <= num_experts or num_experts < 2:
         raise ConfigError(
@@ -96,5 +97,5 @@ def _layers_with_experts(config: dict[str, Any], number: Numbers, keys: ExpertKe
     """Every ``decoder_sparse_step``-th layer has experts, except those in ``mlp_only_layers``."""
     every = number.positive("decoder_sparse_step", 1) if keys.has_dense_layers else 1
     dense = set(config.get("mlp_only_layers") or ()) if keys.has_dense_layers else set()
-    layers = range(number.positive("num_hidden_layers"))
+    layers = range(number.positive("num_hidden_layers", most=MAX_LAYERS))
     return tuple(layer for layer in layers if layer not in dense and (layer + 1) % every == 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.engine.devices import DEVICES
 from support.engine.engine_driver import Driver
 from support.engine.reference_models import EXPERTS, LLAMA3_ROPE, YARN_ROPE, draw_prompts, make_model
@@ -92,6 +93,23 @@ def test_tokens_equal_those_of_transformers_in_one_batch(
     driver = Driver(load(folder, device, page_size))
     texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(prompts)]
     driver.finish(texts, MAX_NEW, chunk)
+    assert [tuple(text.output) for text in texts] == [expected for _, expected in prompts]
+    driver.executor.close()
+
+
+@pytest.mark.parametrize("stored", ["both, equal", "both, different", "the projection alone"])
+def test_tied_weights_are_those_that_transformers_ties(tmp_path: Path, stored: str) -> None:
+    folder = make_model(tmp_path, "qwen2", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.flip(0) if stored == "both, different" else embedding.clone()
+    if stored == "the projection alone":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    prompts = draw_prompts(folder, [16, 33], MAX_NEW)
+    driver = Driver(load(folder, "cpu", page_size=16))
+    texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(prompts)]
+    driver.finish(texts, MAX_NEW)
     assert [tuple(text.output) for text in texts] == [expected for _, expected in prompts]
     driver.executor.close()
 

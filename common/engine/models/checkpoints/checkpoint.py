@@ -5,6 +5,7 @@ Only JSON and safetensors files are read: no remote code, no pickles.
 
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ FETCHED_FILES = ["*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.mode
 WEIGHT_FILES = ["*.safetensors"]
 CODE_FILES = ["*.py"]
 MAX_HEADER_BYTES = 100 << 20
+MAX_INTEGER = 2**31 - 1  # in config.json
+#: Far above what models have.
+MAX_LAYERS = MAX_EXPERTS = 10_000
 
 
 class StoredTensor(NamedTuple):
@@ -59,9 +63,15 @@ def read_json(file: Path, *, required: bool = True) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of the checkpoint, sorted by name: the files of its index, or all in the folder."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
+    """Return the safetensors files of the checkpoint, sorted by name.
+
+    They are those that transformers reads: ``model.safetensors``, or else the files of the index. A folder that has
+    neither is read whole.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists():
+        files = [whole]
+    elif index.exists():
         weight_map = read_json(index).get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ConfigError(f"{index}: weight_map must map each tensor to the name of a file")
@@ -117,15 +127,16 @@ class Numbers:
         self._config = config
         self._folder = folder
 
-    def positive(self, key: str, default: int | None = None) -> int:
-        return int(self._number(key, default, (int,), "a positive integer"))
+    def positive(self, key: str, default: int | None = None, *, most: int = MAX_INTEGER) -> int:
+        return int(self._number(key, default, (int,), "a positive integer", most))
 
-    def real(self, key: str, default: float | None = None) -> float:
-        return float(self._number(key, default, (int, float), "a positive number"))
+    def real(self, key: str, default: float | None = None, *, most: float = sys.float_info.max) -> float:
+        return float(self._number(key, default, (int, float), "a positive number", most))
 
-    def _number(self, key: str, default: float | None, kinds: tuple[type, ...], what: str) -> Any:
+    def _number(self, key: str, default: float | None, kinds: tuple[type, ...], what: str, most: float) -> Any:
         given = self._config.get(key)
         value: Any = default if given is None else given
-        if type(value) not in kinds or value <= 0:
-            raise ConfigError(f"{self._folder}/config.json: {key} should be {what}, not {value!r}")
+        if type(value) not in kinds or not 0 < value <= most:
+            limit = f" up to {most:g}" if type(value) in kinds and value > most else ""
+            raise ConfigError(f"{self._folder}/config.json: {key} should be {what}{limit}, not {value!r}")
         return value

@@ -6,6 +6,7 @@ since the model would answer with noise.
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 #: Tensors that some exporters add; they follow from the configuration and are ignored.
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".masked_bias")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_weights(config: ModelConfig, dtype: str, device: torch.device, shard: Shard = WHOLE_MODEL) -> DecoderWeights:
@@ -37,15 +39,17 @@ def load_weights(config: ModelConfig, dtype: str, device: torch.device, shard: S
     Raises:
         ConfigError: a tensor is missing, unexpected, unreadable or of the wrong shape; the message names it.
     """
+    stored = {} if config.has_dummy_weights else stored_tensors(config.folder)
+    files = CheckpointFiles(stored)
+    if config.is_tied and _EMBEDDING in stored and _HEAD in stored:
+        config = _tied_as_stored(config, stored, files)
     _, whole = allocate_weights(config, TORCH_DTYPES[dtype], torch.device("meta"))
+    sources = _find_sources(config, stored, {name: tuple(part.shape) for name, part in whole.items()}, files)
+    if config.is_tied and _EMBEDDING not in sources and _HEAD in sources:
+        sources[_EMBEDDING] = sources.pop(_HEAD)  # of two names of one tensor, some exporters keep the first
+    _check(whole, sources, config.folder)
     own = shard.config_of(config)
     weights, parts = allocate_weights(own, TORCH_DTYPES[dtype], device, has_head=shard.rank == 0)
-    stored = {} if config.has_dummy_weights else stored_tensors(config.folder)
-    if config.is_tied:
-        stored.pop("lm_head.weight", None)  # a copy of the embedding that some exporters add
-    files = CheckpointFiles(stored)
-    sources = _find_sources(config, stored, {name: tuple(part.shape) for name, part in whole.items()}, files)
-    _check(whole, sources, config.folder)
     progress = _Progress(len(parts))
     for name in sorted(parts, key=lambda name: ([stored[one].file for one in sources[name].stored[:1]], name)):
         if shard.has(name):
@@ -63,6 +67,21 @@ def load_weights(config: ModelConfig, dtype: str, device: torch.device, shard: S
             dtype=TORCH_DTYPES[dtype],
         )
     return weights
+
+
+def _tied_as_stored(config: ModelConfig, stored: dict[str, StoredTensor], files: CheckpointFiles) -> ModelConfig:
+    """Take a copy of the embedding, which some exporters add, from ``stored``; untie a projection that differs.
+
+    transformers decides in the same way: a fine-tune may have untied the two, and kept the setting.
+    """
+    embedding, head = files.tensor(_EMBEDDING), files.tensor(_HEAD)
+    if embedding.dtype == head.dtype and torch.equal(embedding, head):
+        del stored[_HEAD]
+        return config
+    log.warning(
+        "%s: %s is not %s, so that tie_word_embeddings in config.json has no effect", config.folder, _HEAD, _EMBEDDING
+    )
+    return replace(config, is_tied=False)
 
 
 def _find_sources(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from common.engine.models.base_config import LENGTH_DEPENDENT_ROPE, BaseModelConfig, LayerAttention
-from common.engine.models.checkpoints.checkpoint import StoredTensor, locate, read_json, stored_tensors
+from common.engine.models.checkpoints.checkpoint import MAX_LAYERS, Numbers, StoredTensor, locate, read_json, stored_tensors
 from common.engine.models.checkpoints.quantized.config import CheckpointQuantization, parse_quantization
 from common.engine.models.config import digest_of, eos_token_ids, generation_defaults, main_dtype, named_dtype
 from common.errors import ConfigError, UnsupportedModelError, needs_extra
@@ -136,6 +136,7 @@ class TransformersConfig(BaseModelConfig):
         overrides = overrides or {}
         stored = {**read_json(folder / "config.json"), **overrides}
         generation = read_json(folder / "generation_config.json", required=False)
+        Numbers(stored, folder).positive("num_hidden_layers", 1, most=MAX_LAYERS)  # before it is made on the meta device
         tensors = None if has_dummy_weights else stored_tensors(folder)
         if trust_remote_code:
             _warn_of_code("AutoConfig", stored.get("auto_map"), folder)
@@ -165,8 +166,8 @@ class TransformersConfig(BaseModelConfig):
             vocab_size=config.vocab_size,
             context_length=context_length,
             dtype=dtype,
-            eos_token_ids=eos_token_ids(generation, {"eos_token_id": config.eos_token_id}),
-            generation=generation_defaults(generation),
+            eos_token_ids=eos_token_ids(folder, generation, {"eos_token_id": config.eos_token_id}),
+            generation=generation_defaults(generation, folder),
             digest=digest_of({**stored, "model_impl": "transformers", "code": code}, tensors),
             architecture=type(model).__name__,
             overrides=overrides,

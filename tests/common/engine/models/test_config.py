@@ -154,6 +154,19 @@ def test_end_tokens_come_from_both_files_without_duplicates(folder: Path) -> Non
     assert load(folder).eos_token_ids == (9, 5, 7)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, "0.5"])
+def test_a_generation_default_that_is_no_number_is_refused_by_key(folder: Path, value: Any) -> None:
+    rewrite(folder, "generation_config.json", top_p=value)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: top_p should be a number, not"):
+        load(folder)
+
+
+def test_weights_of_the_wrong_shape_are_refused_before_they_take_memory(folder: Path) -> None:
+    rewrite(folder, intermediate_size=2**31 - 1)
+    with pytest.raises(ConfigError, match=r"down_proj\.weight is \[48, 80\], should be \[48, 2147483647\]"):
+        executor(folder)
+
+
 def test_generation_defaults_apply_with_and_without_do_sample(folder: Path) -> None:
     rewrite(folder, "generation_config.json", do_sample=False, temperature=0.6, top_k=20, top_p=0.95, max_length=9)
     assert load(folder).generation == {"temperature": 0.6, "top_k": 20.0, "top_p": 0.95}
@@ -200,6 +213,19 @@ def test_mistrals_window_must_be_null_since_a_missing_key_means_4096(tmp_path: P
         load(folder)
 
 
+@pytest.mark.parametrize(("family", "kind"), [("mixtral", "MixtralConfig"), ("qwen3", "Qwen3Config")])
+def test_missing_keys_have_the_values_that_transformers_gives_them(tmp_path: Path, family: str, kind: str) -> None:
+    import transformers
+
+    folder = make_model(tmp_path / "model", family, num_hidden_layers=1)
+    rewrite(folder, rope_parameters=None, rms_norm_eps=None)
+    config, expected = load(folder), getattr(transformers, kind)()
+    assert (config.rms_norm_eps, config.rope) == (
+        expected.rms_norm_eps,
+        RopeConfig(expected.rope_parameters["rope_theta"]),
+    )
+
+
 def test_qwen2s_window_counts_only_if_it_is_enabled(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "qwen2", num_hidden_layers=1)
     rewrite(folder, sliding_window=4096, use_sliding_window=False, max_window_layers=1, layer_types=None)
@@ -219,6 +245,12 @@ def test_qwen2s_window_counts_only_if_it_is_enabled(tmp_path: Path) -> None:
         ({"vocab_size": "many"}, "vocab_size.*'many'"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers should be a positive integer up to 10000, not 1000"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps should be a positive number, not nan"),
+        ({"rope_theta": 10**400, "rope_parameters": None}, "rope_theta should be a positive number up to 1.79"),
+        ({"rope_parameters": {**YARN, "factor": 1e30}}, r"factor should be a positive number up to 8\.38861e\+06"),
+        ({"eos_token_id": math.inf}, "eos_token_id .* a token id or a list of token ids, not inf"),
+        ({"eos_token_id": [5, 1.5]}, "eos_token_id .* a token id or a list of token ids, not 1.5"),
     ],
 )
 def test_impossible_numbers_are_refused_by_key(folder: Path, changes: dict[str, Any], words: str) -> None:
@@ -249,6 +281,7 @@ def test_a_checkpoint_without_tensors_or_with_a_wrong_index_is_refused(folder: P
     save_file({}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match="hold no tensors"):
         load(folder)
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
     with pytest.raises(ConfigError, match="weight_map"):
         load(folder)
@@ -301,6 +334,15 @@ def test_a_sharded_checkpoint_has_the_same_digest(folder: Path) -> None:
         load(folder)
 
 
+def test_a_whole_file_is_read_alone_whatever_is_beside_it(folder: Path) -> None:
+    whole = load(folder)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(4, 4)}, folder / "consolidated.safetensors")
+    stale = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(stale))
+    assert load(folder).digest == whole.digest
+    executor(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -347,6 +389,15 @@ def test_a_device_with_too_little_memory_is_refused_by_flag(
 
     monkeypatch.setattr(f"common.engine.{where}", full)
     with pytest.raises(ConfigError, match=r"--device cpu.*Tried to allocate"):
+        executor(folder)
+
+
+def test_page_tables_that_do_not_fit_are_refused_by_flag(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("common.engine.executor.np.zeros", full)
+    with pytest.raises(ConfigError, match="page tables of 1 requests of 1024 tokens do not fit.*--context-length"):
         executor(folder)
 
 

@@ -80,9 +80,9 @@ def _parse_fp8(config: dict[str, Any], folder: Path) -> CheckpointQuantization:
 
 
 def _parse_awq(config: dict[str, Any], folder: Path) -> CheckpointQuantization:
-    version = str(config.get("version", "gemm")).lower()
-    if version != "gemm":
-        raise _refusal(folder, "awq", f"version {version}; only gemm is")
+    _, form = found = _form(config, "checkpoint_format", "version", "format", default="gemm")
+    if form != "gemm":
+        raise _refusal(folder, "awq", f"{' '.join(found)}; only gemm is")
     bits = config.get("bits", config.get("w_bit", 4))
     if bits != 4 or not config.get("zero_point", True):
         raise _refusal(
@@ -91,12 +91,18 @@ def _parse_awq(config: dict[str, Any], folder: Path) -> CheckpointQuantization:
     return CheckpointQuantization("awq", "AWQ, 4 bits")
 
 
+def _form(config: dict[str, Any], *keys: str, default: str) -> tuple[str, str]:
+    """Return the form of the packing and the key that tells it: the first of ``keys``, as transformers reads them."""
+    return next(((key, str(config[key]).lower()) for key in keys if config.get(key)), (keys[0], default))
+
+
 def _parse_gptq(config: dict[str, Any], folder: Path) -> CheckpointQuantization:
-    bits, form = config.get("bits"), config.get("checkpoint_format") or "gptq"
+    bits = config.get("bits")
     if bits not in (4, 8):
         raise _refusal(folder, "gptq", f"bits {bits}; only 4 and 8 are")
+    _, form = found = _form(config, "checkpoint_format", "format", default="gptq")
     if form not in ("gptq", "gptq_v2"):
-        raise _refusal(folder, "gptq", f"checkpoint_format {form}; only gptq and gptq_v2 are")
+        raise _refusal(folder, "gptq", f"{' '.join(found)}; only gptq and gptq_v2 are")
     return CheckpointQuantization("gptq", f"GPTQ, {bits} bits", has_zeros_less_one=form == "gptq")
 
 

@@ -136,6 +136,12 @@ def test_a_zero_point_of_0_borrows_from_the_next_one_in_the_first_form_of_gptq()
     assert decode_gptq(parts, (8, 8), quantization)[:, 0].tolist() == [7, 2, 6, 6, 6, 6, 6, 6]
 
 
+def test_the_form_of_gptq_may_be_named_as_transformers_5_writes_it(tmp_path: Path) -> None:
+    plain, quantized = make_pair(tmp_path, "gptq v2", num_hidden_layers=1)
+    rewrite(quantized, checkpoint_format=None, format="GPTQ_V2")
+    assert_same(quantized, plain)
+
+
 def test_biases_of_zeros_are_ignored_and_others_are_not(tmp_path: Path) -> None:
     """AutoGPTQ gives every matrix a bias."""
     plain, quantized = make_pair(tmp_path, "gptq, 4 bits")
@@ -188,9 +194,11 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         ("awq", {"quant_method": "bitsandbytes"}, "bitsandbytes.*supported are fp8, compressed-tensors, awq, gptq"),
         ("awq", {"quant_method": None}, "None.*supported are"),
         ("awq", {"version": "gemv"}, "awq.*version gemv; only gemm"),
+        ("awq", {"version": None, "format": "gemv"}, "awq.*format gemv; only gemm"),
         ("awq", {"zero_point": False}, "awq.*zero_point False"),
         ("gptq, 4 bits", {"bits": 3}, "gptq.*bits 3; only 4 and 8"),
         ("gptq, 4 bits", {"checkpoint_format": "marlin"}, "gptq.*checkpoint_format marlin"),
+        ("gptq, 4 bits", {"format": "marlin"}, "gptq.*format marlin"),
         ("compressed, int8", {"format": "nvfp4-pack-quantized"}, "compressed-tensors.*nvfp4-pack-quantized"),
         ("compressed, int8", {"quantization_status": "calibration"}, "quantization_status calibration"),
         ("compressed, int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
