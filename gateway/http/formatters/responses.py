@@ -145,7 +145,8 @@ class ResponsesFormatter(ResponseFormatter):
     """Answers and stream events of ``/v1/responses``.
 
     Args:
-        keep: called with the output and the finished response before that is sent; None to store nothing.
+        stored: called with the output and the finished response; what it returns stores the response. None to store
+            nothing.
     """
 
     def __init__(
@@ -154,10 +155,11 @@ class ResponsesFormatter(ResponseFormatter):
         body: ResponsesRequest,
         request_id: str,
         *,
-        keep: Callable[[OutputStream, dict[str, Any]], None] | None = None,
+        stored: Callable[[OutputStream, dict[str, Any]], Callable[[], None]] | None = None,
     ) -> None:
-        self._keep = keep
-        self._head = _head(model.asked_name, body, request_id, is_stored=keep is not None)
+        self._stored = stored
+        self._keep: Callable[[], None] | None = None
+        self._head = _head(model.asked_name, body, request_id, is_stored=stored is not None)
         self._builder = ItemBuilder(request_id.removeprefix("resp_"))
         self._tokenizer = model.tokenizer
         self._num_events = 0
@@ -175,8 +177,7 @@ class ResponsesFormatter(ResponseFormatter):
     def last(self, outputs: Sequence[OutputStream]) -> bytes:
         status = _status(outputs[0])
         events = self._builder.finish(status)
-        response = self._response(outputs[0], status)
-        self.keep(outputs, response)
+        response = self._finished(outputs[0], status)
         return self._events([*events, _event(f"response.{status}", {"response": response})])
 
     def error(self, error: RequestError) -> bytes:
@@ -195,11 +196,17 @@ class ResponsesFormatter(ResponseFormatter):
         status = _status(outputs[0])
         self._builder.take(self._with_logprobs(outputs[0], outputs[0].pieces))
         self._builder.finish(status)
-        return self._response(outputs[0], status)
+        return self._finished(outputs[0], status)
 
-    def keep(self, outputs: Sequence[OutputStream], answer: dict[str, Any]) -> None:
+    def keep(self) -> None:
         if self._keep is not None:
-            self._keep(outputs[0], answer)
+            self._keep()
+
+    def _finished(self, output: OutputStream, status: str) -> dict[str, Any]:
+        response = self._response(output, status)
+        if self._stored is not None:
+            self._keep = self._stored(output, response)
+        return response
 
     def _with_logprobs(
         self, output: OutputStream, pieces: Sequence[OutputPiece]

@@ -11,6 +11,8 @@ from support.gateway.fake_nodes import folder
 from support.gateway.formatted_outputs import events_of
 from support.gateway.toy_stack import answers, failing_stream, ids_of, last_generate, last_prompt, toy_stack
 
+from gateway.http.formatters.responses import ResponsesFormatter
+from gateway.http.responses import ResponsesApi
 from gateway.requests.response_store import ResponseStore
 
 __all__ = ["folder"]
@@ -170,19 +172,31 @@ async def test_a_streamed_response_can_be_continued_as_soon_as_it_has_ended(stac
     assert "assistant\nOne.<|im_end|>" in last_prompt(stack)
 
 
-async def test_a_response_with_many_log_probabilities_is_stored_by_the_event_loop(stack, monkeypatch):
-    threads = []
-    add = ResponseStore.add
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_many_log_probabilities_are_encoded_on_a_thread_and_stored_by_the_event_loop(
+    stack, monkeypatch, is_stream
+):
+    is_main = []
 
-    def add_here(*args):
-        threads.append(threading.current_thread())
-        add(*args)
+    def note(kind, name):
+        method = getattr(kind, name)
 
-    monkeypatch.setattr(ResponseStore, "add", add_here)
+        def noted(*args):
+            is_main.append((name, threading.current_thread() is threading.main_thread()))
+            return method(*args)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    note(ResponseStore, "add")
+    note(ResponsesApi, "_stored")
+    note(ResponsesFormatter, "last" if is_stream else "answer")
     monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 1)
     answers(stack, "One.")
-    answer = await respond(stack, top_logprobs=1)
-    assert threads == [threading.main_thread()]
+    if is_stream:
+        answer = (await stream(stack, top_logprobs=1))[-1]["response"]
+    else:
+        answer = await respond(stack, top_logprobs=1)
+    assert is_main == [("last" if is_stream else "answer", False), ("_stored", False), ("add", True)]
     assert await stack.get(f"/v1/responses/{answer['id']}") == (200, answer)
 
 
