@@ -20,6 +20,13 @@ ItemKind = Literal["message", "reasoning", "function_call"]
 
 #: Codes that a failed response may have, by status; any other error is a ``server_error``.
 FAILURE_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+#: Characters of the id of a response behind its prefix.
+KEY_LENGTH = 32
+
+
+def response_id_of(item_id: str) -> str:
+    """The id of the response that has this item in its output, if it is an item of ours."""
+    return f"resp_{item_id.partition('_')[2][:KEY_LENGTH]}"
 
 
 @dataclass(slots=True)
@@ -28,7 +35,7 @@ class _Item:
 
     kind: ItemKind
     index: int
-    key: str  # the same for all items of a response, and in no other
+    key: str  # the id of the response without its prefix
     name: str = ""
     texts: list[str] = field(default_factory=list)
     logprobs: list[Event] = field(default_factory=list)  # of the tokens of a message

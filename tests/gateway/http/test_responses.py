@@ -165,6 +165,61 @@ async def test_a_response_continues_an_earlier_one(stack):
     ]  # fmt: skip
 
 
+def reference_to(item):
+    return {"type": "item_reference", "id": item["id"]}
+
+
+async def test_an_input_refers_to_items_of_stored_answers(stack):
+    """The AI SDK sends the messages of earlier answers so."""
+    asked = {"role": "user", "content": "1?"}
+    answers(stack, "(Hm.)One.[add|{}]")
+    first = await respond(stack, input=[asked], tools=TOOLS)
+    reasoning, message, call = first["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+    answers(stack, "Two.")
+    await respond(stack, input=[asked, reasoning, message, call, result])
+    whole = last_prompt(stack)
+    second = await respond(stack, input=[asked, *map(reference_to, (reasoning, message)), {"id": call["id"]}, result])
+    assert last_prompt(stack) == whole
+    await respond(stack, input="3?", previous_response_id=second["id"])
+    assert last_prompt(stack).startswith(whole)
+    _, listed = await stack.get(f"/v1/responses/{second['id']}/input_items?order=asc")
+    assert [item["type"] for item in listed["data"]] == [
+        "message", "reasoning", "message", "function_call", "function_call_output",
+    ]  # fmt: skip
+    await respond(stack, input=[asked, reference_to(message), reference_to(second["output"][0])])
+    assert "assistant\nOne.<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>" in last_prompt(stack)
+    count = {"input": [asked, reference_to(message)]}
+    _, counted = await stack.post("/v1/responses/input_tokens", count)
+    _, same = await stack.post("/v1/responses/input_tokens", {"input": [asked, message]})
+    assert counted["input_tokens"] == same["input_tokens"]
+
+
+async def test_references_to_items_that_are_not_stored_are_refused(stack):
+    answers(stack, "One.")
+    (message,) = (await respond(stack, input="1?"))["output"]
+    (unkept,) = (await respond(stack, input="1?", store=False))["output"]
+    missing = (400, "input[1]", "previous_response_not_found")
+    for item_id in (unkept["id"], message["id"] + "0", "msg_x", "x", "resp_" * 99):
+        assert await refused(stack, input=[message, {"id": item_id}]) == missing
+    twice = [reference_to(message), reference_to(message)]
+    assert await refused(stack, input=twice) == (400, "input", "invalid_request")
+    assert await refused(stack, input=[{"type": "item_reference"}]) == (400, "input[0].id", "invalid_request")
+
+
+async def test_references_are_refused_where_nothing_is_stored(folder):
+    async with toy_stack(folder, max_stored_responses=0) as stack:
+        assert await refused(stack, input=[{"id": "msg_1"}]) == (400, "input", "not_supported")
+
+
+async def test_the_items_that_an_input_refers_to_are_bounded(folder):
+    async with toy_stack(folder, max_body_bytes=1024) as stack:
+        answers(stack, "x" * 400)
+        items = [(await respond(stack))["output"][0] for _ in range(2)]
+        await respond(stack, input=[reference_to(items[0])])
+        assert await refused(stack, input=[*map(reference_to, items)]) == (413, "input", "body_too_large")
+
+
 async def test_a_streamed_response_can_be_continued_as_soon_as_it_has_ended(stack):
     answers(stack, "One.")
     first = (await stream(stack, input="1?"))[-1]["response"]
