@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from common.errors import ErrorCode, RequestError
@@ -154,17 +153,6 @@ def make_endpoints(services: Services) -> list[Endpoint]:
     ]
 
 
-def _with_header(send: Send, name: bytes, value: bytes) -> Send:
-    """Adds a header to the answer."""
-
-    async def send_with_header(message: AsgiMessage) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (name, value)]}
-        await send(message)
-
-    return send_with_header
-
-
 class _Answer(NamedTuple):
     """What is written to a client.
 
@@ -201,8 +189,6 @@ class GenerateApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # FastAPI does this for path functions; answers are counted by it
-        if self.endpoint.repeats_request_id:
-            send = _with_header(send, b"request-id", scope["state"][REQUEST_ID].encode())
         try:
             tenant, body = await self._checks.admit(scope, receive)
             await self._generate(body, tenant, scope, send)
@@ -213,7 +199,11 @@ class GenerateApp:
 
     def _refusal(self, error: RequestError, scope: Scope) -> JsonResponse:
         envelope = self.endpoint.envelope(error, scope["state"][REQUEST_ID])
-        return JsonResponse(envelope, error.status, error_headers(error))
+        return JsonResponse(envelope, error.status, {**error_headers(error), **self._own_headers(scope)})
+
+    def _own_headers(self, scope: Scope) -> dict[str, str]:
+        """The headers that all answers of this API have."""
+        return {"request-id": scope["state"][REQUEST_ID]} if self.endpoint.repeats_request_id else {}
 
     async def _generate(self, data: bytes, tenant: str, scope: Scope, send: Send) -> None:
         """Answers one request: decodes its body, sends its outputs to the nodes, and formats what they return.
@@ -251,7 +241,8 @@ class GenerateApp:
         try:
             formatter = endpoint.formatter(model, body, answer.answer_id)
             is_priority_ignored = body.priority is not None and not services.priorities.is_enabled
-            headers = ignored_header(("priority", *ignored) if is_priority_ignored else ignored)
+            headers = self._own_headers(scope)
+            headers |= ignored_header(("priority", *ignored) if is_priority_ignored else ignored)
             if streams[0].trace is not None:
                 headers["traceparent"] = streams[0].trace.traceparent
             if answer.is_retry:

@@ -9,15 +9,16 @@ import msgspec
 from common.clock import Clock
 from common.errors import ErrorCode, RequestError
 from gateway.http.formatters.common import encode_json
-from gateway.http.formatters.responses import ResponsesFormatter
+from gateway.http.formatters.responses import ResponsesFormatter, response_id_of
 from gateway.http.limits import LIGHT_BYTES, check_weight
 from gateway.http.protocol.decoding import refuse
 from gateway.http.protocol.openai import ChatCompletionRequest
 from gateway.http.protocol.responses import InputItem, ResponsesRequest
-from gateway.http.translation.common import own_name, with_own_names
+from gateway.http.translation.common import missing, own_name, with_own_names
 from gateway.http.translation.responses import (
     FIELD_NAMES,
     input_items,
+    is_reference,
     shown_items,
     to_chat,
     turn_starts,
@@ -80,7 +81,7 @@ class ResponsesApi:
         self, body: ResponsesRequest, model: ServedModel, tenant: str, response_id: str
     ) -> list[GenerateRequest]:
         """The request for the only output. Raises RequestError."""
-        chat = to_chat(body, await self._history(body, tenant))
+        chat = await self._chat(body, tenant)
         process = partial(self._inputs.chat, model=model, tenant=tenant, request_id=response_id)
         try:
             requests = await (_process_truncated(chat, process) if body.truncation == "auto" else process(chat))
@@ -90,7 +91,7 @@ class ResponsesApi:
 
     async def count_tokens(self, body: ResponsesRequest, model: ServedModel, tenant: str) -> int:
         """Tokens of the prompt that the input becomes, nothing truncated. Raises RequestError."""
-        chat = to_chat(body, await self._history(body, tenant))
+        chat = await self._chat(body, tenant)
         try:
             return await self._inputs.count_tokens(model, chat)
         except RequestError as error:
@@ -103,26 +104,58 @@ class ResponsesApi:
 
     def formatter(self, model: ServedModel, body: ResponsesRequest, response_id: str) -> ResponsesFormatter:
         is_stored = body.store is not False and self._store.is_enabled
-        return ResponsesFormatter(model, body, response_id, keep=partial(self._keep, body) if is_stored else None)
+        return ResponsesFormatter(model, body, response_id, stored=partial(self._stored, body) if is_stored else None)
+
+    async def _chat(self, body: ResponsesRequest, tenant: str) -> ChatCompletionRequest:
+        """The chat of a request, after what it continues; its input then has items instead of references to them."""
+        history = await self._history(body, tenant)
+        if isinstance(body.input, list) and any(map(is_reference, body.input)):
+            body.input = await self._without_references(body.input, tenant)
+        return to_chat(body, history)
 
     async def _history(self, body: ResponsesRequest, tenant: str) -> list[InputItem]:
         """The items of the conversation that a request continues."""
         if body.previous_response_id is None:
             return []
-        if not self._store.is_enabled:
-            message = "the gateway stores no responses (--max-stored-responses 0); send the whole conversation as input"
-            raise refuse(message, "previous_response_id", ErrorCode.NOT_SUPPORTED)
+        self._check_enabled("previous_response_id")
         stored = self._store.conversation(tenant, body.previous_response_id, self._clock.now())
         lists = [items for response in stored for items in (response.input_items, response.output_items)]
+        return await self._decoded(lists, "previous_response_id")
+
+    async def _without_references(self, given: list[InputItem], tenant: str) -> list[InputItem]:
+        """The input with the items of stored answers to which it refers. Raises RequestError: it lacks one of them."""
+        self._check_enabled("input")
+        places = {item.id: f"input[{i}]" for i, item in enumerate(given) if is_reference(item)}
+        if None in places:
+            raise missing(f"{places[None]}.id")
+        if len(places) < sum(map(is_reference, given)):
+            raise refuse("refers to the same item twice", "input")
+        responses = dict.fromkeys(response_id_of(item_id or "") for item_id in places)
+        stored = [found for one in responses if (found := self._store.find(tenant, one, self._clock.now()))]
+        items = {item.id: item for item in await self._decoded([one.output_items for one in stored], "input")}
+        for item_id, place in places.items():
+            if item_id not in items:
+                message = f"the item {(item_id or '')[:200]!r} is not stored here (any more); send the item itself"
+                raise refuse(message, place, ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND)
+        return [items[item.id] if is_reference(item) else item for item in given]
+
+    def _check_enabled(self, param: str) -> None:
+        if not self._store.is_enabled:
+            message = "the gateway stores no responses (--max-stored-responses 0); send the whole conversation as input"
+            raise refuse(message, param, ErrorCode.NOT_SUPPORTED)
+
+    async def _decoded(self, lists: list[bytes], param: str) -> list[InputItem]:
+        """Stored items. Raises RequestError: they are more than a body may have."""
         num_bytes = sum(map(len, lists))
         if num_bytes > self._max_bytes:
             message = f"the stored conversation has {num_bytes} bytes, at most {self._max_bytes} can be continued"
-            raise refuse(message, "previous_response_id", ErrorCode.BODY_TOO_LARGE)
+            raise refuse(message, param, ErrorCode.BODY_TOO_LARGE)
         if num_bytes > LIGHT_BYTES:
             await check_weight(b"".join(lists), num_bytes)
         return [item for items in lists for item in _decode_items(items)]
 
-    def _keep(self, body: ResponsesRequest, output: OutputStream, response: dict[str, Any]) -> None:
+    def _stored(self, body: ResponsesRequest, output: OutputStream, response: dict[str, Any]) -> Callable[[], None]:
+        """Encodes a response, perhaps on a thread; what this returns stores it and belongs to the event loop."""
         stored = StoredResponse(
             response["id"],
             body.previous_response_id,
@@ -130,4 +163,4 @@ class ResponsesApi:
             encode_json(response["output"]),
             encode_json(response),
         )
-        self._store.add(output.request.tenant, stored, self._clock.now())
+        return lambda: self._store.add(output.request.tenant, stored, self._clock.now())

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, ParamSpec
 
 from starlette.types import Scope, Send
 
@@ -13,6 +13,8 @@ from gateway.http.request_cycle import RESPONSE_TIMEOUT, STALL_S, RequestCycle, 
 from gateway.requests.output_processor import Delta, OutputStream
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 #: Answers and events with more log-probabilities than this are formatted on a thread; each takes some microseconds.
 MANY_LOGPROBS = 2_048
@@ -161,12 +163,8 @@ async def send_whole(
             num_open -= 1
             if output.error is not None:
                 raise output.error
-    num_logprobs = sum([len(output.prompt_logprobs) + len(output.logprobs) for output in outputs])
-    if num_logprobs <= MANY_LOGPROBS:
-        answer, body = _formatted(formatter, outputs)
-    else:
-        answer, body = await asyncio.to_thread(_formatted, formatter, outputs)
-    formatter.keep(outputs, answer)
+    body = await _made(_num_logprobs_of(outputs), _encoded_answer, formatter, outputs)
+    formatter.keep()
     cycle = cycle_of(send)
     if cycle is not None and cycle.can_write and not headers:
         cycle.write_json(body)
@@ -176,9 +174,15 @@ async def send_whole(
         await send({"type": "http.response.body", "body": body})
 
 
-def _formatted(formatter: ResponseFormatter, outputs: list[OutputStream]) -> tuple[Any, bytes]:
-    answer = formatter.answer(outputs)
-    return answer, encode_json(answer)
+async def _made(num_logprobs: int, make: Callable[P, bytes], *args: P.args, **kwargs: P.kwargs) -> bytes:
+    """What ``make`` returns, which has so many log-probabilities; with many of them it runs on a thread."""
+    if num_logprobs <= MANY_LOGPROBS:
+        return make(*args, **kwargs)
+    return await asyncio.to_thread(make, *args, **kwargs)
+
+
+def _encoded_answer(formatter: ResponseFormatter, outputs: list[OutputStream]) -> bytes:
+    return encode_json(formatter.answer(outputs))
 
 
 async def send_stream(
@@ -226,13 +230,11 @@ async def _send_events(
                 break
             delta = output.take()
             if delta is not None:
-                if _num_logprobs(output, delta) > MANY_LOGPROBS:
-                    out.append(await asyncio.to_thread(formatter.chunk, output, delta))
-                else:
-                    out.append(formatter.chunk(output, delta))
+                out.append(await _made(_num_logprobs(output, delta), formatter.chunk, output, delta))
                 num_open -= delta.is_last
         if error is None and not num_open:
-            out.append(formatter.last(outputs))
+            out.append(await _made(_num_logprobs_of(outputs), formatter.last, outputs))
+            formatter.keep()
             return b"".join(out)
         if data := b"".join(out):
             await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -243,6 +245,10 @@ async def _send_events(
             events.resume()
         out.clear()
         changed = await events.changed(writer)
+
+
+def _num_logprobs_of(outputs: list[OutputStream]) -> int:
+    return sum([len(output.prompt_logprobs) + len(output.logprobs) for output in outputs])
 
 
 def _num_logprobs(output: OutputStream, delta: Delta) -> int:

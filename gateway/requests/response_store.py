@@ -83,10 +83,16 @@ class ResponseStore:
 
     def get(self, tenant: str, response_id: str, now: float) -> StoredResponse:
         """Raises RequestError: the tenant has no such response, or no longer."""
-        self._expire(now)
-        if not (used := self._use(tenant, response_id, now)):
+        found = self.find(tenant, response_id, now)
+        if found is None:
             raise self._missing(response_id)
-        return used[0]
+        return found
+
+    def find(self, tenant: str, response_id: str, now: float) -> StoredResponse | None:
+        """A response; None if the tenant has no such response, or no longer."""
+        self._expire(now)
+        used = self._use(tenant, response_id, now)
+        return used[0] if used else None
 
     def conversation(self, tenant: str, response_id: str, now: float) -> list[StoredResponse]:
         """A response after all responses that it continues, the first one first.

@@ -33,9 +33,7 @@ RECEIPT_S = 3.0
 OWN_REQUEST_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect", b"upgrade", b"te", b"trailer")
 ) | {HEADER, b"x-request-id"}
-OWN_ANSWER_HEADERS = frozenset(
-    (b"connection", b"keep-alive", b"transfer-encoding", b"date", b"request-id", b"x-request-id")
-)
+OWN_ANSWER_HEADERS = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"date", b"x-request-id"))
 
 
 class Passed(StrEnum):

@@ -94,6 +94,7 @@ class RequestChecks:
     async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes:
         try:
             _check_content_type(headers)
+            _check_encoding(headers)
             if "content-length" not in headers and "transfer-encoding" not in headers:
                 raise HttpError(411, "a body is needed; give its Content-Length")
             message: Any = await receive()
@@ -124,6 +125,14 @@ def _check_content_type(headers: Mapping[str, str]) -> None:
     kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise HttpError(415, "the Content-Type must be application/json")
+
+
+def _check_encoding(headers: Mapping[str, str]) -> None:
+    """Raises HttpError: the body is compressed."""
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"a body with the Content-Encoding {encoding[:32]!r} is not read; send it without one"
+        raise HttpError(415, message)
 
 
 async def _read(receive: Receive, first: bytes) -> bytes:

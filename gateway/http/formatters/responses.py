@@ -20,6 +20,13 @@ ItemKind = Literal["message", "reasoning", "function_call"]
 
 #: Codes that a failed response may have, by status; any other error is a ``server_error``.
 FAILURE_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+#: Characters of the id of a response behind its prefix.
+KEY_LENGTH = 32
+
+
+def response_id_of(item_id: str) -> str:
+    """The id of the response that has this item in its output, if it is an item of ours."""
+    return f"resp_{item_id.partition('_')[2][:KEY_LENGTH]}"
 
 
 @dataclass(slots=True)
@@ -28,7 +35,7 @@ class _Item:
 
     kind: ItemKind
     index: int
-    key: str  # the same for all items of a response, and in no other
+    key: str  # the id of the response without its prefix
     name: str = ""
     texts: list[str] = field(default_factory=list)
     logprobs: list[Event] = field(default_factory=list)  # of the tokens of a message
@@ -145,7 +152,8 @@ class ResponsesFormatter(ResponseFormatter):
     """Answers and stream events of ``/v1/responses``.
 
     Args:
-        keep: called with the output and the finished response before that is sent; None to store nothing.
+        stored: called with the output and the finished response; what it returns stores the response. None to store
+            nothing.
     """
 
     def __init__(
@@ -154,10 +162,11 @@ class ResponsesFormatter(ResponseFormatter):
         body: ResponsesRequest,
         request_id: str,
         *,
-        keep: Callable[[OutputStream, dict[str, Any]], None] | None = None,
+        stored: Callable[[OutputStream, dict[str, Any]], Callable[[], None]] | None = None,
     ) -> None:
-        self._keep = keep
-        self._head = _head(model.asked_name, body, request_id, is_stored=keep is not None)
+        self._stored = stored
+        self._keep: Callable[[], None] | None = None
+        self._head = _head(model.asked_name, body, request_id, is_stored=stored is not None)
         self._builder = ItemBuilder(request_id.removeprefix("resp_"))
         self._tokenizer = model.tokenizer
         self._num_events = 0
@@ -175,8 +184,7 @@ class ResponsesFormatter(ResponseFormatter):
     def last(self, outputs: Sequence[OutputStream]) -> bytes:
         status = _status(outputs[0])
         events = self._builder.finish(status)
-        response = self._response(outputs[0], status)
-        self.keep(outputs, response)
+        response = self._finished(outputs[0], status)
         return self._events([*events, _event(f"response.{status}", {"response": response})])
 
     def error(self, error: RequestError) -> bytes:
@@ -195,11 +203,17 @@ class ResponsesFormatter(ResponseFormatter):
         status = _status(outputs[0])
         self._builder.take(self._with_logprobs(outputs[0], outputs[0].pieces))
         self._builder.finish(status)
-        return self._response(outputs[0], status)
+        return self._finished(outputs[0], status)
 
-    def keep(self, outputs: Sequence[OutputStream], answer: dict[str, Any]) -> None:
+    def keep(self) -> None:
         if self._keep is not None:
-            self._keep(outputs[0], answer)
+            self._keep()
+
+    def _finished(self, output: OutputStream, status: str) -> dict[str, Any]:
+        response = self._response(output, status)
+        if self._stored is not None:
+            self._keep = self._stored(output, response)
+        return response
 
     def _with_logprobs(
         self, output: OutputStream, pieces: Sequence[OutputPiece]

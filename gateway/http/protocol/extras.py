@@ -9,7 +9,8 @@ WITHOUT_EFFECT = frozenset(
         # OpenAI
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention", "moderation",
         "prompt_cache_options", "verbosity", "prediction", "max_tool_calls",
-        "access_programs", "background_options",
+        "access_programs", "background_options", "image", "personality",
+        "client_metadata",  # of Codex
         # Anthropic
         "billing_policy", "cache_control", "context_management", "diagnostics", "fallback_credit_token",
         "inference_geo", "speed", "user_profile_id", "workspace_id",

@@ -43,7 +43,7 @@ class InputPart(Extensible, omit_defaults=True, kw_only=True):
 class InputItem(Extensible, omit_defaults=True, kw_only=True):
     """An item of ``input``; ``type`` says which fields it has. The items of an answer are items of later inputs."""
 
-    type: str | None = None  # a message, or with nothing but an id a reference
+    type: str | None = None  # a message, or with nothing but an id a reference to an item of a stored answer
     # message
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | None = None  # also of reasoning

@@ -37,6 +37,8 @@ def own_name(param: str, names: Mapping[str, str]) -> str:
         parameters = names.get("parameters", "parameters")
         param = param.replace(".function", "").replace(".allowed_tools", "")
         return param.replace(".parameters", f".{parameters}")
+    if root == "response_format":  # which may have the place in a schema behind it
+        return names[root] + param.removeprefix(root).removeprefix(".json_schema")
     return names.get(root, param)  # without indices, since the lists of messages differ in length
 
 

@@ -55,6 +55,11 @@ def input_items(body: ResponsesRequest) -> list[InputItem]:
     return body.input
 
 
+def is_reference(item: InputItem) -> bool:
+    """Whether an item of an input only refers to one of a stored answer, by its id."""
+    return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
+
+
 def shown_items(items: Sequence[InputItem], response_id: str) -> list[dict[str, Any]]:
     """Items as clients see them: each has an id, and the content of a message is a list of parts."""
     shown = []
@@ -132,7 +137,7 @@ def to_messages(items: Sequence[InputItem], param: str) -> list[ChatMessage]:
     turn: AssistantTurn | None = None
     for i, item in enumerate(items):
         where = f"{param}[{i}]"
-        kind = item.type or ("item_reference" if item.role is None else "message")
+        kind = item.type or "message"
         is_of_turn = kind in ("reasoning", "function_call") or (kind == "message" and item.role == "assistant")
         # Reasoning and text come before the calls of a turn, so after calls they begin the next one.
         if turn is not None and (not is_of_turn or (kind != "function_call" and (turn.calls or turn.texts))):
@@ -178,9 +183,6 @@ def _message(kind: str, item: InputItem, where: str) -> ChatMessage:
         if item.call_id is None:
             raise missing(f"{where}.call_id")
         return ChatMessage(role="tool", tool_call_id=item.call_id, content=_parts(item.output, f"{where}.output"))
-    if kind == "item_reference":
-        message = "a reference to an item is not supported; send the item itself, or use previous_response_id"
-        raise refuse(message, where, ErrorCode.NOT_SUPPORTED)
     message = f"{kind[:100]!r} is not supported; use message, reasoning, function_call or function_call_output"
     raise refuse(message, f"{where}.type", ErrorCode.NOT_SUPPORTED)
 

@@ -171,7 +171,7 @@ class InputProcessor:
         context = self._openai_context(body, model, tenant, request_id)
         if _is_constrained(body):
             context = await self._constrained(context, body)
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise refuse("needs logprobs to be true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         context = context._replace(is_message=not body.continue_final_message)

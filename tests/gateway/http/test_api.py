@@ -165,6 +165,13 @@ async def test_logprobs_in_the_chat_shape(stack):
     assert [top["logprob"] for top in content[1]["top_logprobs"]] == [-0.5, -1.5]
 
 
+@pytest.mark.parametrize("fields", [{"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 0}])
+async def test_no_alternatives_without_logprobs_ask_for_nothing(stack, fields):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, **fields}
+    status, answer = await stack.post("/v1/chat/completions", body)
+    assert (status, answer["choices"][0]["logprobs"]) == (200, None)
+
+
 # ---- native --------------------------------------------------------------------------------
 
 

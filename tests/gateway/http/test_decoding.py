@@ -6,16 +6,24 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from anthropic.types.beta import message_create_params as anthropic_messages
+from anthropic.types.beta.message_count_tokens_params import MessageCountTokensParams
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types import completion_create_params as openai_completions
+from openai.types.chat import completion_create_params as openai_chats
+from openai.types.responses import response_create_params as openai_responses
+from openai.types.responses.input_token_count_params import InputTokenCountParams
 
 from common.errors import RequestError
 from gateway.http.formatters.common import ignored_header
 from gateway.http.protocol import decoding
+from gateway.http.protocol.anthropic import CountTokensRequest, MessagesRequest
 from gateway.http.protocol.decoding import decode, decode_with_extras
 from gateway.http.protocol.extras import UNSUPPORTED, WITHOUT_EFFECT
 from gateway.http.protocol.native import NativeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest
+from gateway.http.protocol.responses import ResponsesRequest
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 PART = {"type": "text", "text": "Hi"}
@@ -158,6 +166,27 @@ def test_the_tables_contain_no_field_that_a_body_declares():
     assert not declared & WITHOUT_EFFECT
     assert not declared & set(UNSUPPORTED)
     assert not WITHOUT_EFFECT & set(UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("params", "body"),
+    [
+        (openai_chats.CompletionCreateParamsNonStreaming, ChatCompletionRequest),
+        (openai_completions.CompletionCreateParamsNonStreaming, CompletionRequest),
+        (openai_responses.ResponseCreateParamsNonStreaming, ResponsesRequest),
+        (InputTokenCountParams, ResponsesRequest),
+        (anthropic_messages.MessageCreateParamsNonStreaming, MessagesRequest),
+        (MessageCountTokensParams, CountTokensRequest),
+    ],
+)
+def test_every_field_of_the_official_clients_is_known(params, body):
+    given = (params.__required_keys__ | params.__optional_keys__) - {"betas"}  # they become a header
+    assert given - set(body.__struct_fields__) - WITHOUT_EFFECT - set(UNSUPPORTED) == set()
+
+
+def test_what_codex_adds_to_its_requests_is_ignored():
+    body = {"input": "Hi", "client_metadata": {"x-codex-installation-id": "1"}, "text": {"verbosity": "low"}}
+    assert decoded(ResponsesRequest, body)[1] == ("client_metadata", "text.verbosity")
 
 
 @given(JSON)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import io
 import json
 from urllib.parse import urlsplit
@@ -33,6 +34,15 @@ async def test_paths_methods_and_content_types(stack):
             body = await answer.json()
             assert status == 200 or body["error"]["message"]
             assert (status == 405) == ("Allow" in answer.headers)
+
+
+async def test_a_compressed_body_is_refused_by_its_encoding(stack):
+    data = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    for encoding, body, status in (("identity", data, 200), ("gzip", gzip.compress(data), 415), ("\xff", data, 415)):
+        headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+        async with stack.client.post(stack.url + "/v1/completions", data=io.BytesIO(body), headers=headers) as answer:
+            assert answer.status == status
+            assert status == 200 or "Content-Encoding" in (await answer.json())["error"]["message"]
 
 
 async def test_large_bodies_are_refused_without_reading_them_to_the_end(folder):

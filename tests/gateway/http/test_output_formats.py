@@ -202,7 +202,7 @@ SCHEMA = {"type": "json_schema", "name": "a", "schema": ADD}
         ("/v1/completions", {"prompt": "Hi", "guided_regex": "a"}, "guided_regex"),
         ("/v1/chat/completions", {"messages": HI, "guided_regex": "a"}, "guided_regex"),
         ("/v1/chat/completions", {"messages": HI, "tools": TOOLS, "tool_choice": "required"}, "tools"),
-        ("/v1/responses", {"input": "Hi", "text": {"format": SCHEMA}}, "text.format"),
+        ("/v1/responses", {"input": "Hi", "text": {"format": SCHEMA}}, "text.format.schema"),
         ("/generate", {"text": "Hi", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
     ],
 )
@@ -215,6 +215,21 @@ async def test_a_grammar_that_a_node_refuses_is_named_by_its_field(stack, path, 
     status, answer = await stack.post(path, fields)
     assert (status, answer["error"]["param"]) == (400, param)
     assert answer["error"]["message"] == f"{param}: the grammar cannot be followed: too large"
+
+
+async def test_an_error_in_a_schema_has_its_place_in_all_apis(stack):
+    schema = {"type": "object", "properties": {"age": {"not": {}}}}
+    wanted = {"type": "json_schema", "name": "a", "schema": schema}
+    chat = {"messages": HI, "max_tokens": 9}
+    for path, fields, param in (
+        ("chat/completions", {"response_format": {**wanted, "json_schema": wanted}}, "response_format.json_schema"),
+        ("responses", {"text": {"format": wanted}}, "text.format"),
+        ("messages", {"output_config": {"format": wanted}}, "output_config.format"),
+    ):
+        body = {"input": "Hi", **fields} if path == "responses" else {**chat, **fields}
+        status, answer = await stack.post(f"/v1/{path}", body)
+        assert status == 400
+        assert answer["error"]["message"].startswith(f"{param}.schema.properties.age: cannot be compiled")
 
 
 @pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])

@@ -10,6 +10,8 @@ from pydantic import TypeAdapter
 from support.gateway.formatted_outputs import events_of
 from support.gateway.toy_stack import answers, failing_stream, ids_of, last_generate, last_prompt, toy_stack
 
+from gateway.http.formatters.responses import ResponsesFormatter
+from gateway.http.responses import ResponsesApi
 from gateway.requests.response_store import ResponseStore
 
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -160,6 +162,61 @@ async def test_a_response_continues_an_earlier_one(stack):
     ]  # fmt: skip
 
 
+def reference_to(item):
+    return {"type": "item_reference", "id": item["id"]}
+
+
+async def test_an_input_refers_to_items_of_stored_answers(stack):
+    """The AI SDK sends the messages of earlier answers so."""
+    asked = {"role": "user", "content": "1?"}
+    answers(stack, "(Hm.)One.[add|{}]")
+    first = await respond(stack, input=[asked], tools=TOOLS)
+    reasoning, message, call = first["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+    answers(stack, "Two.")
+    await respond(stack, input=[asked, reasoning, message, call, result])
+    whole = last_prompt(stack)
+    second = await respond(stack, input=[asked, *map(reference_to, (reasoning, message)), {"id": call["id"]}, result])
+    assert last_prompt(stack) == whole
+    await respond(stack, input="3?", previous_response_id=second["id"])
+    assert last_prompt(stack).startswith(whole)
+    _, listed = await stack.get(f"/v1/responses/{second['id']}/input_items?order=asc")
+    assert [item["type"] for item in listed["data"]] == [
+        "message", "reasoning", "message", "function_call", "function_call_output",
+    ]  # fmt: skip
+    await respond(stack, input=[asked, reference_to(message), reference_to(second["output"][0])])
+    assert "assistant\nOne.<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>" in last_prompt(stack)
+    count = {"input": [asked, reference_to(message)]}
+    _, counted = await stack.post("/v1/responses/input_tokens", count)
+    _, same = await stack.post("/v1/responses/input_tokens", {"input": [asked, message]})
+    assert counted["input_tokens"] == same["input_tokens"]
+
+
+async def test_references_to_items_that_are_not_stored_are_refused(stack):
+    answers(stack, "One.")
+    (message,) = (await respond(stack, input="1?"))["output"]
+    (unkept,) = (await respond(stack, input="1?", store=False))["output"]
+    missing = (400, "input[1]", "previous_response_not_found")
+    for item_id in (unkept["id"], message["id"] + "0", "msg_x", "x", "resp_" * 99):
+        assert await refused(stack, input=[message, {"id": item_id}]) == missing
+    twice = [reference_to(message), reference_to(message)]
+    assert await refused(stack, input=twice) == (400, "input", "invalid_request")
+    assert await refused(stack, input=[{"type": "item_reference"}]) == (400, "input[0].id", "invalid_request")
+
+
+async def test_references_are_refused_where_nothing_is_stored(folder):
+    async with toy_stack(folder, max_stored_responses=0) as stack:
+        assert await refused(stack, input=[{"id": "msg_1"}]) == (400, "input", "not_supported")
+
+
+async def test_the_items_that_an_input_refers_to_are_bounded(folder):
+    async with toy_stack(folder, max_body_bytes=1024) as stack:
+        answers(stack, "x" * 400)
+        items = [(await respond(stack))["output"][0] for _ in range(2)]
+        await respond(stack, input=[reference_to(items[0])])
+        assert await refused(stack, input=[*map(reference_to, items)]) == (413, "input", "body_too_large")
+
+
 async def test_a_streamed_response_can_be_continued_as_soon_as_it_has_ended(stack):
     answers(stack, "One.")
     first = (await stream(stack, input="1?"))[-1]["response"]
@@ -167,19 +224,31 @@ async def test_a_streamed_response_can_be_continued_as_soon_as_it_has_ended(stac
     assert "assistant\nOne.<|im_end|>" in last_prompt(stack)
 
 
-async def test_a_response_with_many_log_probabilities_is_stored_by_the_event_loop(stack, monkeypatch):
-    threads = []
-    add = ResponseStore.add
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_many_log_probabilities_are_encoded_on_a_thread_and_stored_by_the_event_loop(
+    stack, monkeypatch, is_stream
+):
+    is_main = []
 
-    def add_here(*args):
-        threads.append(threading.current_thread())
-        add(*args)
+    def note(kind, name):
+        method = getattr(kind, name)
 
-    monkeypatch.setattr(ResponseStore, "add", add_here)
+        def noted(*args):
+            is_main.append((name, threading.current_thread() is threading.main_thread()))
+            return method(*args)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    note(ResponseStore, "add")
+    note(ResponsesApi, "_stored")
+    note(ResponsesFormatter, "last" if is_stream else "answer")
     monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 1)
     answers(stack, "One.")
-    answer = await respond(stack, top_logprobs=1)
-    assert threads == [threading.main_thread()]
+    if is_stream:
+        answer = (await stream(stack, top_logprobs=1))[-1]["response"]
+    else:
+        answer = await respond(stack, top_logprobs=1)
+    assert is_main == [("last" if is_stream else "answer", False), ("_stored", False), ("add", True)]
     assert await stack.get(f"/v1/responses/{answer['id']}") == (200, answer)
 
 

@@ -14,6 +14,7 @@ from support.gateway.toy_stack import ids_of
 from common.sampling_params import TokenLogprobs
 from common.wire.messages import SetPaused, Tokens
 from gateway.http.formatters.openai import CompletionFormatter
+from gateway.http.streaming import OutputEvents
 
 COMPLETIONS = "/v1/completions"
 STREAM = {"prompt": "x", "max_tokens": 100, "stream": True}
@@ -60,6 +61,38 @@ async def test_messages_that_arrive_together_make_one_event_for_each_stream(stac
     for (_, answer, arriving), text in zip(streams, "xyz", strict=True):
         assert await texts(arriving) == [text]
         answer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x", "store": False}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}),
+        ("/generate", {"text": "x"}),
+    ],
+)
+async def test_events_of_all_apis_are_written_without_their_task(stack, monkeypatch, path, body):
+    written, write = [], OutputEvents.write
+
+    def noted(events, data):
+        written.append(data)
+        write(events, data)
+
+    monkeypatch.setattr(OutputEvents, "write", noted)
+    prefill, decode = stack.nodes
+    call = asyncio.ensure_future(stack.client.post(stack.url + path, json={**body, "stream": True}))
+    await prefill.until(lambda: prefill.generates)
+    (rid,) = prefill.generates
+    prefill.tokens(rid, 0, ids_of("a"))
+    async with await call as answer:
+        await answer.content.readline()
+        decode.mailbox.send(message(decode, rid, 1, "bcd"))
+        await decode.until(lambda: written)
+        decode.mailbox.send(message(decode, rid, 4, "e", "length"))
+        assert b"bcd" in written[0]
+        assert written[0] in await answer.read()
 
 
 async def test_a_stream_that_ends_in_the_turn_of_an_event_sends_both(stack):

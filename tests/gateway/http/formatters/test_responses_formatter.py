@@ -18,14 +18,15 @@ EVENT = TypeAdapter(ResponseStreamEvent)
 TIMES = ("created_at", "completed_at")
 
 
-def formatter_of(keep=None, **fields):
-    return ResponsesFormatter(MODEL, ResponsesRequest(input="Hi", **fields), "resp_ab", keep=keep)
+def formatter_of(kept=None, **fields):
+    stored = None if kept is None else lambda *response: lambda: kept.append(response)
+    return ResponsesFormatter(MODEL, ResponsesRequest(input="Hi", **fields), "resp_ab", stored=stored)
 
 
-def answer_of(pieces, keep=None, finish="stop", **fields):
-    formatter, outputs = formatter_of(keep, **fields), [output_of(pieces, finish=finish)]
+def answer_of(pieces, kept=None, finish="stop", **fields):
+    formatter, outputs = formatter_of(kept, **fields), [output_of(pieces, finish=finish)]
     answer = formatter.answer(outputs)
-    formatter.keep(outputs, answer)
+    formatter.keep()
     Response.model_validate(answer)
     return answer
 
@@ -141,7 +142,7 @@ def test_an_output_without_pieces_has_no_items():
 )
 def test_a_stream_that_fails_ends_with_a_failed_response(code, expected):
     kept = []
-    formatter = formatter_of(keep=lambda output, response: kept.append(response))
+    formatter = formatter_of(kept)
     output = output_of(PIECES)
     formatter.first([output])
     formatter.chunk(output, delta_of([TextPiece("Hel")]))
@@ -154,11 +155,13 @@ def test_a_stream_that_fails_ends_with_a_failed_response(code, expected):
     assert kept == []
 
 
-def test_a_finished_response_is_kept_before_it_is_sent():
+def test_a_finished_response_is_kept_when_it_is_told_to():
     kept = []
-    answer = answer_of(PIECES, keep=lambda output, response: kept.append((output.request.tenant, response)))
-    assert kept == [("t", answer)]
+    answer = answer_of(PIECES, kept)
+    assert [response for _, response in kept] == [answer]
     assert answer["store"] is True
-    formatter = formatter_of(keep=lambda output, response: kept.append((output.request.tenant, response)))
-    *_, last = streamed(formatter, output_of(PIECES), [PIECES])
-    assert kept[1] == ("t", last["response"])
+    formatter, output = formatter_of(kept), output_of(PIECES)
+    *_, last = streamed(formatter, output, [PIECES])
+    assert len(kept) == 1
+    formatter.keep()
+    assert kept[1] == (output, last["response"])

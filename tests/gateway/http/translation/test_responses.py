@@ -187,8 +187,6 @@ def test_without_a_format_the_answer_is_free(text):
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type"),
         ({"input": [USER, {"type": "computer_call_output", "call_id": "c"}]}, "input[1].type"),
-        ({"input": [{"id": "msg_1"}]}, "input[0]"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
@@ -203,6 +201,7 @@ def test_what_is_not_supported_is_refused_by_name(fields, param):
     [
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "message", "content": "Hi"}]}, "input[0].role"),
+        ({"input": [{"content": "Hi"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
