@@ -14,6 +14,7 @@ from scripts.load_tester.output_files import (
     FAILED,
     FINE,
     INVALID,
+    TO_STDOUT,
     STOPPED,
     check_distinct,
     check_file,
@@ -21,7 +22,7 @@ from scripts.load_tester.output_files import (
     say,
     write_files,
 )
-from scripts.load_tester.reporting.report import TO_STDOUT, Report, write_json, write_jsonl
+from scripts.load_tester.reporting.report import Report, write_json, write_jsonl
 
 
 def load_command(config: LoadtestConfig, age_s: float | None = None) -> int:
@@ -102,8 +103,6 @@ def check_outputs(config: LoadtestConfig) -> None:
         path, flag = getattr(config, name), "--" + name.replace("_", "-")
         if not path or (name == "json" and path == TO_STDOUT):
             continue
-        if path == TO_STDOUT:
-            raise ConfigError(f"{flag} -: only --json can go to standard output; for a file of that name, use ./-")
         check_file(path, flag)
         written.append((flag, path))
     check_distinct(_inputs(config), written)
