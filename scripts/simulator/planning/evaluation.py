@@ -176,8 +176,8 @@ class Evaluator:
     def _run(self, configs: Sequence[SimulateConfig]) -> list[WindowResult]:
         if self._pool is None:
             return [run_window(config, self._goal.share) for config in configs]
-        # The first call starts the processes, which inherit the mask: Ctrl-C reaches the whole group, and this process ends
-        # the others.
+        # The first call starts the processes, which inherit the mask. Ctrl-C reaches all of them, and this one ends the
+        # others.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         try:
             futures: list[Future[WindowResult]] = [
