@@ -71,7 +71,7 @@ def test_one_file_serves_several_commands_by_their_tables(file):
     ("content", "sentence"),
     [
         ("prot = 1", "prot in .* is not a known option; did you mean port"),
-        ("page-size = 8", r"page-size in .* is not an option of gateway, but of serve, prefill, decode: put it into their"),
+        ("page-size = 8", r"page-size in .* is not an option of gateway, but of serve, prefill, decode: put it"),
         ('port = "many"', "port in .* must be a whole number, not 'many'"),
         ("port = true", "port in .* must be a whole number, not True"),
         ("[gatway]\nport = 1", r"\[gatway\] in .* is not a command"),
