@@ -26,7 +26,7 @@ key, remove it to revoke the key. The file is for its user alone: chmod 600."""
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    if options.tenant and not TENANT.fullmatch(options.tenant):
+    if options.tenant is not None and not TENANT.fullmatch(options.tenant):
         print("apikey: a tenant's name has 1 to 128 of the characters A-Z a-z 0-9 . _ @ / + -", file=sys.stderr)
         return 2
     if not options.tenant and (options.requests or options.tokens_per_minute):
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="baton apikey", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tenant", nargs="?", default="", metavar="TENANT", help="whose requests these are")
+    parser.add_argument("tenant", nargs="?", metavar="TENANT", help="whose requests these are")
     parser.add_argument("--requests", type=_count, metavar="N", help="requests that the tenant may have in flight")
     parser.add_argument(
         "--tokens-per-minute", type=_count, metavar="N", help="the tenant's tokens, of prompts and outputs"

@@ -6,8 +6,10 @@ from typing import Any
 
 from common.config.options import option
 from common.errors import ConfigError
-from common.wire.address import check_brackets, check_reach
+from common.wire.address import check_host, check_reach
 
+#: An origin as browsers send it.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#,]+|null|\*")
 _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9._-]+|\*")
 
 
@@ -53,7 +55,7 @@ class AccessOptions:
 
 
 def check_access(config: Any) -> None:
-    check_brackets("--host", config.host)
+    check_host("--host", config.host)
     if not config.api_key and config.api_key_file is None:
         check_reach("--host", config.host, config.insecure, "set --api-key, or ")
     for flag, key in (("--api-key", config.api_key), ("--admin-api-key", config.admin_api_key)):
@@ -68,4 +70,10 @@ def check_access(config: Any) -> None:
         if not _HOST_NAME.fullmatch(name):
             raise ConfigError(
                 f"--allowed-hosts must be a name such as llm.example.com or *.example.com, without a port, not {name!r}"
+            )
+    for origin in config.allowed_origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                "--allowed-origins must be as browsers send it, such as https://example.com or http://localhost:3000, "
+                f"in lower case and without a path, not {origin!r}"
             )

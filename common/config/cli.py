@@ -6,7 +6,7 @@ is one sentence on standard error and exit status 2, never a traceback.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -53,6 +53,7 @@ def parse(cls: type[Config], words: Sequence[str], *, command: str, help: str = 
     flags = _typed(cls, words, command=command, help=help)
     path = flags.pop("config", None) or os.environ.get("BATON_CONFIG")
     file = read_file(path, command, [*CLASSES, *OTHER_COMMANDS]) if path else {}
+    _check_keys(cls, file, f"in {path} is not an option of {command}, but of")
     known: list[str] = [found.env for other in [*CLASSES.values(), cls] for found in options_of(other).values()]
     others = tuple(prefix for other, prefix in OTHER_COMMANDS.items() if other != command)
     unknown_variables(os.environ, [*known, *OTHER_VARIABLES], others)
@@ -143,6 +144,15 @@ def _spellings(cls: type, words: Sequence[str]) -> dict[str, str]:
     options = {alias: name for name in options_of(cls) for alias in aliases_of(name)}
     typed = [word.split("=")[0] for word in words]
     return {options[flag]: flag for flag in typed if flag in options}
+
+
+def _check_keys(cls: type, file: Mapping[str, Any], complaint: str) -> None:
+    """Raises ConfigError: a key is an option of other commands, which may read the same file."""
+    for key in file:
+        name = key.replace("-", "_")
+        others = [command for command, other in CLASSES.items() if name in options_of(other)]
+        if others and name not in options_of(cls):
+            raise ConfigError(f"{key} {complaint} {', '.join(others)}: put it into their tables, such as [{others[0]}]")
 
 
 def _commands_by_flag() -> dict[str, list[str]]:

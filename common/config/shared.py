@@ -11,7 +11,7 @@ from common.config.batching import check_batching
 from common.config.options import check_unset, option
 from common.config.scheduling import check_scheduling
 from common.errors import ConfigError
-from common.wire.address import check_brackets
+from common.wire.address import check_host
 
 Role = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -260,7 +260,7 @@ class NodeHttpOptions:
 
 
 def check_node_http(config: Any) -> None:
-    check_brackets("--http-host", config.http_host)
+    check_host("--http-host", config.http_host)
     if config.http_port is None:
         check_unset(config, ("http_host", "health_timeout"), "has no effect with --http-port none; leave one out")
 

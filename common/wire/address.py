@@ -63,15 +63,17 @@ def zmq_endpoint(address: str) -> str:
     return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
 
 
-def check_brackets(flag: str, host: str) -> None:
-    """Raises ConfigError: the address is in brackets, although it has no port."""
+def check_host(flag: str, host: str) -> None:
+    """Raises ConfigError: the address is empty, or in brackets although it has no port."""
+    if not host:  # as of a variable that is not set; a socket would listen on every address
+        raise ConfigError(f"{flag} is empty: give an address, such as 127.0.0.1 for this machine alone")
     if host.startswith("["):
         raise ConfigError(f"{flag} {host} is an address without a port; write it without brackets: {host.strip('[]')}")
 
 
 def check_reach(flag: str, host: str, is_insecure: bool, remedy: str = "") -> None:
     """Raises ConfigError: other machines can reach ``host``, and --insecure does not allow it."""
-    check_brackets(flag, host)
+    check_host(flag, host)
     if not is_loopback(host) and not is_insecure:
         raise ConfigError(
             f"{flag} {host} can be reached from other machines without authentication: {remedy}allow it with --insecure"

@@ -270,14 +270,17 @@ def _status(cluster: Cluster, options: argparse.Namespace, config: ClusterConfig
 
 
 def _logs(cluster: Cluster, options: argparse.Namespace, config: ClusterConfig | None) -> int:
-    names = [options.process] if options.process else [SUPERVISOR, *(row.name for row in cluster.status().rows)]
-    since = dict.fromkeys(names, -options.lines)
-    width = max(map(len, names)) if len(names) > 1 else 0
+    names: list[str] = [options.process] if options.process else []
+    since: dict[str, int] = {}
+    first = -options.lines
     try:
         while True:
+            if not options.process:
+                names = _processes(cluster, names)
+            width = max(map(len, names)) if len(names) > 1 else 0
             for name in names:
                 try:
-                    since[name], lines = _lines(cluster, name, since[name])
+                    since[name], lines = _lines(cluster, name, since.get(name, first))
                 except ClusterFailed as error:
                     if options.process:
                         raise
@@ -286,9 +289,22 @@ def _logs(cluster: Cluster, options: argparse.Namespace, config: ClusterConfig |
                     cluster.print(f"{name:{width}} | {line}" if width else line)
             if not options.follow:
                 return 0
+            first = 0  # of a process that starts later, all lines
             time.sleep(POLL_S)
     except KeyboardInterrupt:
         return 130
+
+
+def _processes(cluster: Cluster, before: list[str]) -> list[str]:
+    """The supervisor and all processes; those from before while the supervisor does not answer."""
+    try:
+        return [SUPERVISOR, *(row.name for row in cluster.status().rows)]
+    except NoCluster:
+        raise
+    except ClusterFailed:
+        if not before:
+            raise
+        return before
 
 
 def _lines(cluster: Cluster, name: str, since: int) -> tuple[int, list[str]]:

@@ -16,13 +16,14 @@ from scripts.load_tester.output_files import (
     FINE,
     INVALID,
     STOPPED,
+    TO_STDOUT,
     check_distinct,
     check_file,
     check_folder,
     say,
     write_files,
 )
-from scripts.load_tester.reporting.report import TO_STDOUT, Report, write_json, write_jsonl
+from scripts.load_tester.reporting.report import Report, write_json, write_jsonl
 
 
 def load_command(config: LoadtestConfig, age_s: float | None = None) -> int:
@@ -103,8 +104,6 @@ def check_outputs(config: LoadtestConfig) -> None:
         path, flag = getattr(config, name), flag_of(name)
         if not path or (name == "json" and path == TO_STDOUT):
             continue
-        if path == TO_STDOUT:
-            raise ConfigError(f"{flag} -: only --json can go to standard output; for a file of that name, use ./-")
         check_file(path, flag)
         written.append((flag, path))
     check_distinct(_inputs(config), written)

@@ -13,8 +13,7 @@ from common.config.cli import resolve
 from common.errors import ConfigError
 from scripts.load_tester.command import check_outputs, load_command
 from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.output_files import FAILED
-from scripts.load_tester.reporting.report import TO_STDOUT
+from scripts.load_tester.output_files import FAILED, TO_STDOUT
 from scripts.serving.supervisor import bind_to
 
 REPORT = "loadtest-demo.html"

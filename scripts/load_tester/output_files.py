@@ -10,6 +10,7 @@ from common.errors import ConfigError
 
 FINE, FAILED, WRONG, INVALID, REGRESSED, DIFFERENT = range(6)
 STOPPED = 130
+TO_STDOUT = "-"
 Writer = Callable[[str], object]
 
 
@@ -43,6 +44,8 @@ def check_file(path: str | None, flag: str) -> None:
     """Raise ConfigError, naming the flag, if the file cannot be written."""
     if path is None:
         return
+    if path == TO_STDOUT:  # of a command, or a flag, that writes files alone
+        raise ConfigError(f"{flag} - does not write to standard output: name a file, or ./- for one of that name")
     file = Path(path).resolve()
     if not file.parent.is_dir():
         raise ConfigError(f"{flag} {path}: there is no such folder")

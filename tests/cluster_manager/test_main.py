@@ -178,3 +178,51 @@ class EndingCluster(Cluster):
 def test_down_has_succeeded_once_the_supervisor_is_no_more(num_answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main_module, "POLL_S", 0.0)
     assert main_module._down(EndingCluster(num_answers), argparse.Namespace(timeout=60.0), None) == 0
+
+
+class GrowingCluster(Cluster):
+    """A cluster whose second process is there from the second status on; the fourth finds that it has ended."""
+
+    def __init__(self) -> None:
+        super().__init__("baton", "auto")
+        self.num_asked = 0
+        self.shown: list[str] = []
+
+    def call(self, method: str, *words: Any, process: str = "") -> Any:
+        if method in ("events", "logs"):
+            log = [f"{process or 'supervisor'} {number}" for number in range(3)]
+            (since,) = words
+            return len(log), log[since:]
+        self.num_asked += 1
+        if self.num_asked == 3:
+            raise ClusterFailed("baton does not answer")
+        if self.num_asked == 4:
+            raise NoCluster("the cluster 'baton' has ended")
+        rows = [
+            Row(role="decode", name=f"decode-{number}", host="10.0.0.2", state="ready", restarts=0, age_s=1.0,
+                revision=1, url="", problem="")
+            for number in range(min(self.num_asked, 2))
+        ]  # fmt: skip
+        return msgspec.json.encode(
+            Status(name="baton", revision=1, counts={}, is_autoscaling=False, advised={}, rows=rows, failures={},
+                   is_upgrading=False, host="10.0.0.3")
+        )  # fmt: skip
+
+    def print(self, text: str) -> None:
+        self.shown.append(text)
+
+
+def test_logs_that_follow_show_processes_that_start_later_until_the_cluster_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(main_module, "POLL_S", 0.0)
+    cluster = GrowingCluster()
+    with pytest.raises(NoCluster, match="has ended"):
+        main_module._logs(cluster, argparse.Namespace(process=None, follow=True, lines=1), None)
+    assert cluster.shown == [
+        "supervisor | supervisor 2",
+        "decode-0   | decode-0 2",
+        "decode-1   | decode-1 0",
+        "decode-1   | decode-1 1",
+        "decode-1   | decode-1 2",
+    ]

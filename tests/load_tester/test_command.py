@@ -51,7 +51,7 @@ KEYS = {"api_key": "k", "header": "Authorization: Basic abc"}
         ({"url": f"http://{'n' * 64}:1"}, "must be http://HOST:PORT"),
         ({"url": "http://127.0.0.1:1/v1/chat/completions"}, "leave /v1/chat/completions out"),
         ({"scrape": "http://127.0.0.1:1/metrics#x"}, "would not be sent"),
-        ({"jsonl": "-"}, "--jsonl -: only --json can go to standard output"),
+        ({"jsonl": "-"}, "--jsonl - does not write to standard output: name a file, or ./-"),
     ],
 )
 def test_invalid_options_are_refused_before_anything_is_sent(options: dict[str, Any], complaint: str) -> None:

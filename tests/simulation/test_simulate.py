@@ -204,6 +204,8 @@ def test_the_command_prints_a_table_and_writes_its_results(tmp_path: Path, capsy
     assert json.loads(file.read_text())["requests"]["answered"] == 5
     assert main(["--num-requests=5", "--json=/nowhere/report.json"]) == 2
     assert "--json /nowhere/report.json: there is no such folder" in capsys.readouterr().err
+    assert main(["--num-requests=5", "--json=-"]) == 2
+    assert "--json - does not write to standard output: name a file, or ./-" in capsys.readouterr().err
 
 
 def test_a_plan_whose_page_cannot_be_written_is_refused_before_the_search(

@@ -50,7 +50,10 @@ def test_each_key_is_another(capsys, tmp_path):
     assert len(keys) == 3
 
 
-@pytest.mark.parametrize(("words", "message"), [(["a b"], "a tenant's name has"), (["--requests", "1"], "give TENANT")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["a b"], "a tenant's name has"), ([""], "a tenant's name has"), (["--requests", "1"], "give TENANT")],
+)
 def test_a_mistake_is_one_sentence(capsys, words, message):
     assert _run(["apikey", *words]) == 2
     printed = capsys.readouterr()

@@ -58,6 +58,22 @@ def test_a_mistake_is_named_before_anything_is_measured(
     assert (printed.out, printed.err.splitlines()[0]) == ("", mistake)
 
 
+@pytest.mark.parametrize(
+    ("words", "mistake"),
+    [
+        (["transfer", "--transports=shm,foo"], "'foo' is none of shm, cuda-ipc, tcp, nixl, gloo, nccl"),
+        (["gpu", "--transports=foo"], "'foo' is none of shm, cuda-ipc, tcp, nixl, gloo, nccl"),
+        (["placement", "--loads=a"], "'a' is not a list of numbers"),
+    ],
+)
+def test_a_mistake_in_a_list_is_named_before_anything_is_measured(
+    words: list[str], mistake: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert mistake in capsys.readouterr().err
+
+
 def test_figures_for_which_the_disk_has_no_room_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

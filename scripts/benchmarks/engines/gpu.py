@@ -23,7 +23,7 @@ from scripts.benchmarks.engines.gpu_parts.goals import goals
 from scripts.benchmarks.engines.gpu_parts.kernels import AttentionCase, attention_s, operations
 from scripts.benchmarks.engines.gpu_parts.time_budget import TimeBudget
 from scripts.benchmarks.engines.overlap import measure_overlap
-from scripts.benchmarks.harness.options import comma_separated
+from scripts.benchmarks.harness.options import TRANSPORTS, comma_separated
 
 SHORTEST = (
     "--device=cpu", "--dtype=float32", "--shapes=tiny", "--prompts=16,32", "--batches=1,2", "--contexts=16,32",
@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--contexts", type=comma_separated(int), default="1024,8192,32768", help="tokens of each row (%(default)s)")
     add("--num-steps", type=int, default=16, help="decode steps of a measurement (%(default)s)")
     add("--rounds", type=int, default=3, help="the best one counts (%(default)s)")
-    add("--transports", type=comma_separated(str), default="cuda-ipc,shm,tcp", help="(%(default)s)")
+    add("--transports", type=comma_separated(str, among=TRANSPORTS), default="cuda-ipc,shm,tcp", help="(%(default)s)")
     add("--transfer-pages", type=comma_separated(int), default="16,256,1024", help="(%(default)s)")
     add("--seconds", type=float, default=420.0, help="for the whole run (%(default)s)")
 

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+TRANSPORTS = ("shm", "cuda-ipc", "tcp", "nixl", "gloo", "nccl")
+
 
 def comma_separated(kind: Callable[[str], T], *, among: Collection[T] = ()) -> Callable[[str], tuple[T, ...]]:
     """An argparse type for values separated by commas; ``among`` holds the allowed values, if not all are."""

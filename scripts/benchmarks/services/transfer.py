@@ -36,7 +36,7 @@ from kv_transfer.transports.factory import TransportSettings, open_reader, open_
 from kv_transfer.transports.nixl.writer import HOLD_S
 from kv_transfer.transports.tcp.protocol import tune
 from scripts.benchmarks.harness import gloo_baseline
-from scripts.benchmarks.harness.options import comma_separated
+from scripts.benchmarks.harness.options import TRANSPORTS, comma_separated
 
 LAYOUTS = {"qwen3-0.6b": PageLayout(28, 8, 128, 16, "bfloat16"), "llama-3.1-8b": PageLayout(32, 8, 128, 16, "bfloat16")}
 SHORTEST = ("--layouts=qwen3-0.6b", "--pages=4", "--round-trips=100")
@@ -366,7 +366,12 @@ def round_trip(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--transports", type=comma_separated(str), default="shm,tcp,nixl,gloo", help="(%(default)s)")
+    parser.add_argument(
+        "--transports",
+        type=comma_separated(str, among=TRANSPORTS),
+        default="shm,tcp,nixl,gloo",
+        help="(%(default)s)",
+    )
     parser.add_argument(
         "--layouts", type=comma_separated(str, among=LAYOUTS), default=",".join(LAYOUTS), help="of %(default)s"
     )

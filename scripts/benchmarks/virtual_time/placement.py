@@ -173,8 +173,17 @@ def compare(name: str, rules: Mapping[str, Rule], loads: Sequence[Load]) -> dict
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--trace", action="append", default=[], metavar="FILE", help="replay this trace")
-    add("--rates", default="6,12,24", help="mean requests a second, with commas (%(default)s)")
-    add("--loads", default="", help="instead of --rates: shares of the capacity, such as 0.3,0.6,0.85,0.95")
+    add(
+        "--rates",
+        type=comma_separated(float),
+        default="6,12,24",
+        help="mean requests a second, with commas (%(default)s)",
+    )
+    add(
+        "--loads",
+        type=comma_separated(float),
+        help="instead of --rates: shares of the capacity, such as 0.3,0.6,0.85,0.95",
+    )
     add("--num-requests", type=int, default=400, help="of each run (%(default)s)")
     add("--windows", type=int, default=1, help="stretches of the load, whose mean counts (%(default)s)")
     add("--nodes", default="2+2", help="prefill and decode nodes (%(default)s)")
@@ -185,12 +194,11 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     figures: dict[str, float] = {}
     for trace in options.trace or [""]:
         title = Path(trace).stem[:16] or "random"
-        rates = {f"{title} {rate}/s": float(rate) for rate in options.rates.split(",")}
+        rates = {f"{title} {rate:g}/s": rate for rate in options.rates}
         if options.loads:
             capacity = capacity_of(trace, options)
             print(f"{title}: capacity {capacity:.3g} requests/s")
-            shares = [float(share) for share in options.loads.split(",")]
-            rates = {f"{title} {share:.0%}": share * capacity for share in shares}
+            rates = {f"{title} {share:.0%}": share * capacity for share in options.loads}
         for table in options.compare:
             print(f"{'load':24}{table:16}{'TTFT mean':>11}{'p99':>10}{'TPOT mean':>12}{'request':>11}")
             for name, rate in rates.items():

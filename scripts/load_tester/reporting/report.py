@@ -17,10 +17,10 @@ from common.errors import ConfigError
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.config import LoadtestConfig
+from scripts.load_tester.output_files import TO_STDOUT
 
 SCHEMA = 1
 MAX_SAMPLES = 20_000
-TO_STDOUT = "-"
 
 
 @dataclass

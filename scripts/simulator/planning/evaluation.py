@@ -176,9 +176,15 @@ class Evaluator:
     def _run(self, configs: Sequence[SimulateConfig]) -> list[WindowResult]:
         if self._pool is None:
             return [run_window(config, self._goal.share) for config in configs]
-        futures: list[Future[WindowResult]] = [
-            self._pool.submit(run_window, config, self._goal.share) for config in configs
-        ]
+        # The first call starts the processes, which inherit the mask. Ctrl-C reaches all of them, and this one ends the
+        # others.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        try:
+            futures: list[Future[WindowResult]] = [
+                self._pool.submit(run_window, config, self._goal.share) for config in configs
+            ]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return [future.result() for future in futures]
 
 

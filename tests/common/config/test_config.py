@@ -71,6 +71,7 @@ def test_one_file_serves_several_commands_by_their_tables(file):
     ("content", "sentence"),
     [
         ("prot = 1", "prot in .* is not a known option; did you mean port"),
+        ("page-size = 8", r"page-size in .* is not an option of gateway, but of serve, prefill, decode: put it"),
         ('port = "many"', "port in .* must be a whole number, not 'many'"),
         ("port = true", "port in .* must be a whole number, not True"),
         ("[gatway]\nport = 1", r"\[gatway\] in .* is not a command"),
@@ -371,3 +372,17 @@ def test_prefill_nodes_and_local_prefill_must_fit_together():
     for words in (["--prefill", "0"], ["--local-prefill", "always"]):
         with pytest.raises(ConfigError, match="--prefill 0"):
             parse(ServeConfig, words, command="serve")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (GatewayConfig, {"host": "", "api_key": "secret"}),
+        (GatewayConfig, {"control_host": "", "insecure": True}),
+        (NodeConfig, {"http_host": ""}),
+        (NodeConfig, {"advertise_host": "", "insecure": True}),
+    ],
+)
+def test_an_empty_address_is_refused_where_it_would_open_a_port_to_every_machine(kind, options):
+    with pytest.raises(ConfigError, match=r"-host is empty: give an address"):
+        kind(**options)

@@ -158,6 +158,16 @@ def test_processes_find_what_one_process_finds(trace: Path) -> None:
         assert alone(Deployment(1, 1), 3.0) == together(Deployment(1, 1), 3.0)
 
 
+def test_ctrl_c_in_a_terminal_does_not_reach_the_processes_of_a_plan_even_while_they_import() -> None:
+    windows = windows_of(config("--plan", "--rate=10", *GOALS), num_windows=3, num_requests=30)
+    with Evaluator(windows, Goal(), num_processes=2) as evaluate:
+        evaluate(Deployment(1, 1), 1.0)
+        children = [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
+        found = [Path(f"/proc/{child.pid}/status").read_text() for child in children]
+    masks = [int(mask, 16) for text in found for mask in re.findall(r"SigBlk:\s*(\w+)", text)]
+    assert len(masks) == 2 and all(mask >> signal.SIGINT - 1 & 1 for mask in masks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_plan_that_is_stopped_ends_its_processes_in_the_middle_of_a_window(number: int, status: int) -> None:

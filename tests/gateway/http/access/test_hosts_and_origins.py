@@ -67,6 +67,19 @@ def test_a_host_is_configured_as_a_name_without_a_port(name):
         GatewayConfig(allowed_hosts=(name,))
 
 
+@pytest.mark.parametrize(
+    "origin", ["example.com", "https://example.com/", "https://Example.com", "https://", "", "a, b"]
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin):
+    with pytest.raises(ConfigError, match="--allowed-origins must be as browsers send it"):
+        GatewayConfig(allowed_origins=(origin,))
+
+
+def test_an_origin_is_configured_as_browsers_send_it():
+    origins = ("*", "null", "https://example.com", "http://localhost:3000", "http://[::1]:80", "chrome-extension://abc")
+    assert GatewayConfig(allowed_origins=origins).allowed_origins == origins
+
+
 async def test_a_name_that_another_site_has_given_to_loopback_is_refused(folder):
     async with running(folder, allowed_hosts=("llm.example.com",)) as stack:
         for host, status in (("llm.example.com:80", 200), ("localhost", 200), ("evil.example", 421), ("a b", 421)):
