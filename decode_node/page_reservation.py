@@ -162,6 +162,7 @@ class PageReservations:
         reservation = Reservation(first, len(match.pages), pages, num_pages)
         self.by_key[request.key] = reservation
         request.node = match.node
+        self._cache.count_use(match.node)
         request.is_wrapped = not self.kv_window.is_cached(request.num_decodable)
         request.pages = (pages[:1] * first if request.is_wrapped else match.pages) + pages
         if self._allocator.window_pages is not None:

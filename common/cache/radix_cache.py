@@ -61,7 +61,8 @@ class RadixCache:
     def match(self, tokens: Sequence[int] | TokenKey, salt: str = "", *, received_from: int | None = None) -> Match:
         """Return the longest cached prefix of ``tokens`` after which a request can go on, in whole pages.
 
-        ``Match.pending`` is set if a longer one can be used once that node is ready. Counts as a use of the prefix.
+        ``Match.pending`` is set if a longer one can be used once that node is ready. The prefix counts as
+        used now, but not once more: see ``count_use``.
 
         Args:
             received_from: see ``WindowPages.num_usable``.
@@ -102,7 +103,7 @@ class RadixCache:
         return max(0, num_usable - num_ready)
 
     def has_all(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> bool:
-        """Return whether these whole pages of tokens are in the tree, usable or not. Does not count as a use."""
+        """Return whether these whole pages of tokens are in the tree, usable or not. Changes nothing."""
         key, node, offset = pack(tokens), self._roots.get(salt), 0
         while node is not None and offset < len(key):
             child = node.children.get(key[offset : offset + self._page_bytes])
@@ -111,6 +112,12 @@ class RadixCache:
             node = child
             offset += len(child.key)
         return node is not None
+
+    @staticmethod
+    def count_use(node: TreeNode) -> None:
+        """Count that a request begins with the prefix that ends at ``node``. It may have been matched many times."""
+        for part in node.path():
+            part.num_uses += 1
 
     def _walk(self, root: TreeNode, key: TokenKey) -> tuple[TreeNode, int, TreeNode | None]:
         """Walk down along ``key`` and split the node in which it ends.
@@ -125,7 +132,6 @@ class RadixCache:
             if child.pending is not None:
                 return node, offset, child
             child.last_used = self._time
-            child.num_uses += 1
             node = child
             offset += len(child.key)
         return node, offset, None
@@ -175,7 +181,7 @@ class RadixCache:
     # ---- watching ---------------------------------------------------------------------------------------------------
 
     def watch(self, tokens: Sequence[int] | TokenKey, salt: str = "") -> PrefixWatch:
-        """Return a watch whose cached length is current until ``unwatch``. Does not count as a use."""
+        """Return a watch whose cached length is current until ``unwatch``. Does not count as a match."""
         watch = PrefixWatch(pack(tokens))
         if self.is_enabled:
             root = self._roots.get(salt)

@@ -63,7 +63,7 @@ class TreeNode:
         children: child nodes, by the bytes of their first page.
         locks: number of locks on this node and below it.
         last_used: time of the last match or insert that passed through the node.
-        num_uses: number of matches and inserts that passed through the node.
+        num_uses: number of requests that have begun with the node's tokens in the cache.
         priority: highest priority of the requests that inserted the tokens or a continuation.
         pending: transfer that still writes the pages; None once they are ready.
         serial: order of creation, which decides between equal ranks in the same way in every run.

@@ -420,6 +420,7 @@ class PrefillAdder:
         request.own = request.pages[num_pages - len(own) :]
         request.is_wrapped = is_ring
         request.node = match.node
+        self._cache.count_use(match.node)
         request.num_computed = request.num_scheduled = match.num_tokens
         if not (request.output or request.num_to_compute):  # otherwise it was admitted before
             request.num_cached = match.num_tokens

@@ -267,7 +267,7 @@ class Dispatcher:
 
     def on_workers_added(self, pool: WorkerPool) -> None:
         """Nodes take requests, or take them again: there is more room, and perhaps for stranded requests too."""
-        pool.queue.retry_stranded()
+        pool.queue.retry_stranded(self._clock.now())
         self.pump_soon()
 
     def tick(self, now: float) -> None:

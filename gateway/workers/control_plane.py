@@ -449,6 +449,8 @@ class ControlPlane:
     async def drain(self, node: Worker, drain_timeout_s: float, timeout_s: float) -> bool:
         """Has a node drain and stop; False if it did not answer."""
         answers = await self._rpc.call([node.incarnation], Drain(drain_timeout_s), Done, timeout_s)
+        if node.incarnation in answers:
+            self.role_changes.drained(node)
         return node.incarnation in answers
 
     async def profile(

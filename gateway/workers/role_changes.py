@@ -36,7 +36,7 @@ class RoleChanges:
         self._rpc = rpc
         self._on_workers_added = on_workers_added
         self._tasks: set[asyncio.Task[None]] = set()  # of automatic changes
-        self._waiting: dict[tuple[str, str], asyncio.Future[Worker]] = {}  # by model and name of the node
+        self._waiting: dict[tuple[str, str], asyncio.Future[Worker | None]] = {}  # by model and name of the node
 
     async def change(self, node: Worker, role: Role, timeout_s: float, *, is_forced: bool = False) -> Worker:
         """Changes the role of a node, and returns it in its new role.
@@ -57,13 +57,16 @@ class RoleChanges:
         wait = self._waiting[key] = asyncio.get_running_loop().create_future()
         try:
             await self._ask(node, ChangeRole(role, timeout_s))
-            back: Worker = await asyncio.wait_for(wait, timeout_s + RETURN_TIMEOUT_S)
+            back: Worker | None = await asyncio.wait_for(wait, timeout_s + RETURN_TIMEOUT_S)
         except TimeoutError:
             message = f"node {node.name} has not come back as a {role} node within {timeout_s + RETURN_TIMEOUT_S:g} s"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message) from None
         finally:
             del self._waiting[key]
             self._pools[node.register.model].router.remove_worker(_parked(node.incarnation))
+        if back is None:
+            message = f"node {node.name} drains and stops, and does not become a {role} node"
+            raise RequestError(ErrorCode.INVALID_REQUEST, message)
         if back.register.role != role:
             message = f"node {node.name} is still a {back.register.role} node; its log says why"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
@@ -115,6 +118,12 @@ class RoleChanges:
         """A node is gone. What it has cached is remembered while it changes its role."""
         if (node.register.model, node.name) in self._waiting:
             self._pools[node.register.model].router.rename_worker(node.incarnation, _parked(node.incarnation))
+
+    def drained(self, node: Worker) -> None:
+        """A node was told to stop, instead of what it was told before."""
+        wait = self._waiting.get((node.register.model, node.name))
+        if wait is not None and not wait.done():
+            wait.set_result(None)
 
     def registered(self, node: Worker) -> None:
         """A node has registered, in whichever role. One that still drains has lost its connection meanwhile."""

@@ -23,6 +23,11 @@ from kv_transfer.transports.base import WriterTransport
 Sums = dict[int, int]  # unit -> checksum
 #: At least so many due bytes are written at once, so that large transfers are not reported page by page.
 LEAST_BYTES = 8 << 20
+#: No further write to a peer begins while so many bytes are under way to it. What has begun cannot be called back when
+#: its prompt is aborted, and a more urgent prompt cannot overtake it, which matters where a link is slow.
+MOST_BYTES = 256 << 20
+#: The most bytes of one write, so that others follow it before its end is reported.
+WRITE_BYTES = MOST_BYTES // 4
 
 
 class Write(NamedTuple):
@@ -39,6 +44,10 @@ class Write(NamedTuple):
     sums: Sums
     transport: str
     unit_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.units) * self.unit_bytes
 
 
 class WriteQueue:
@@ -57,13 +66,18 @@ class WriteQueue:
         self._connections = connections
         self._due: dict[RequestKey, SendSession] = {}  # with pages to write, in the order in which they came due
         self._tickets: dict[int, Write] = {}
+        self._bytes_under_way: dict[str, int] = {}  # by peer
         self._write_time = WriteTime()
         self._totals = Counter(pages_sent=0, bytes_sent=0, pages_overlapped=0)
         self._seconds = 0.0
 
     @property
     def has_due(self) -> bool:
-        return bool(self._due) and any(not self._transport.is_changing(session.peer) for session in self._due.values())
+        return any(map(self._may_begin, dict.fromkeys(session.peer for session in self._due.values())))
+
+    def _may_begin(self, peer: str) -> bool:
+        """Whether a write to a peer may begin now."""
+        return self._bytes_under_way.get(peer, 0) < MOST_BYTES and not self._transport.is_changing(peer)
 
     def _next_share(self) -> int:
         """Units to write next: all due pages or, where they come with checksums, half of them, but at least 8 MB.
@@ -92,19 +106,16 @@ class WriteQueue:
             return
         max_pages = min(max_pages, self._next_share())
         due = list(self._due.values())
-        if held := [peer for peer in dict.fromkeys(one.peer for one in due) if self._transport.is_changing(peer)]:
-            due = [session for session in due if session.peer not in held]
         if rank is not None:
             due.sort(key=lambda session: rank(session.key))
         for session in due:
-            if max_pages <= 0:
-                return
-            max_pages -= self._start(session, max_pages)
+            while max_pages > 0 and session.num_due and self._may_begin(session.peer):
+                max_pages -= self._start(session, max_pages)
 
     def _start(self, session: SendSession, limit: int) -> int:
         """Begin one write for each slice pair that the units are of."""
-        units = session.start(limit)
         slice_pairs = self._slice_pairs(session)
+        units = session.start(min(limit, max(WRITE_BYTES // self._unit_bytes(slice_pairs[0]), 1)))
         if len(slice_pairs) == 1:
             self._write(session, units, slice_pairs[0])
         else:
@@ -129,7 +140,8 @@ class WriteQueue:
             covered = [(u, page) for u, (page, _) in sources if is_covered(connection.checksums, session.key[1], u)]
             found = self._transport.checksums([page for _, page in covered], slices) if covered else []
             sums = dict(zip([unit for unit, _ in covered], found, strict=True))
-        self._tickets[ticket] = Write(session, units, sums, connection.transport, self._unit_bytes(slices))
+        self._tickets[ticket] = write = Write(session, units, sums, connection.transport, self._unit_bytes(slices))
+        self._bytes_under_way[session.peer] = self._bytes_under_way.get(session.peer, 0) + write.num_bytes
         self._write_time.begin(connection.transport, begun_at)
 
     def _slice_pairs(self, session: SendSession) -> Sequence[SlicePair | None]:
@@ -159,7 +171,7 @@ class WriteQueue:
     def _count(self, write: Write) -> None:
         num_units = len(write.units)
         self._totals["pages_sent"] += num_units
-        self._totals["bytes_sent"] += num_units * write.unit_bytes
+        self._totals["bytes_sent"] += write.num_bytes
         self._totals["pages_overlapped"] += num_units if write.session.state is SendState.OPEN else 0
         write.session.has_delivered = True
 
@@ -174,6 +186,10 @@ class WriteQueue:
 
     def _pop(self, ticket: int) -> Write:
         write = self._tickets.pop(ticket)
+        peer = write.session.peer
+        self._bytes_under_way[peer] -= write.num_bytes
+        if not self._bytes_under_way[peer]:
+            del self._bytes_under_way[peer]
         self._write_time.end(write.transport, self.clock.now())
         return write
 
@@ -182,9 +198,11 @@ class WriteQueue:
         return {**totals, "write_seconds": self._seconds, **self._write_time.counters()}
 
     def check(self, sessions: Iterable[SendSession]) -> None:
-        in_flight: Counter[int] = Counter()
+        in_flight, num_bytes = Counter[int](), Counter[str]()
         for write in self._tickets.values():
             in_flight[id(write.session)] += len(write.units)
+            num_bytes[write.session.peer] += write.num_bytes
+        invariant(num_bytes == self._bytes_under_way, "bytes under way are miscounted")
         keys = []
         for session in sessions:
             keys.append(session.key)

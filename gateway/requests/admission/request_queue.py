@@ -23,8 +23,8 @@ class RequestQueue:
         self._recovery_timeout_s = recovery_timeout_s
         self._waiting = WaitingQueue(order)
         self._recovered: dict[RequestKey, Request] = {}
-        self._stranded: dict[RequestKey, None] = {}  # no registered pool could hold these
-        self._stranded_at: dict[RequestKey, float] = {}  # since when
+        self._stranded: dict[RequestKey, float] = {}  # no registered pool can hold these, since when
+        self._stranded_before: dict[RequestKey, float] = {}  # for how long those that are tried again were
         self._unroutable_since: float | None = None
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class RequestQueue:
         if self._recovered.pop(request.key, None) is None:
             del self._waiting[request.key]
         self._stranded.pop(request.key, None)
-        self._stranded_at.pop(request.key, None)
+        self._stranded_before.pop(request.key, None)
 
     def reprioritize(self, request: Request, priority: int, priority_class: str) -> None:
         """Changes the urgency of a request; it keeps its arrival order among equals."""
@@ -124,17 +124,18 @@ class RequestQueue:
 
     def strand(self, request: Request, now: float) -> None:
         """Sets aside a request that no registered pool could hold; others may pass it until a node registers."""
-        self._stranded[request.key] = None
-        self._stranded_at.setdefault(request.key, now)
+        self._stranded[request.key] = now - self._stranded_before.pop(request.key, 0.0)
 
-    def retry_stranded(self) -> None:
+    def retry_stranded(self, now: float) -> None:
+        """Takes requests back that were set aside. The time until one is set aside again does not count."""
+        self._stranded_before |= {key: now - since for key, since in self._stranded.items()}
         self._stranded.clear()
 
     def expired(self, now: float, *, is_routable: bool) -> list[Request]:
         """Requests that have waited too long for nodes to come back, those that were put back left out."""
         if is_routable:
             self._unroutable_since = None
-            overdue = [key for key in self._stranded if now - self._stranded_at[key] > self._recovery_timeout_s]
+            overdue = [key for key, since in self._stranded.items() if now - since > self._recovery_timeout_s]
             return [self._waiting[key] for key in overdue if key in self._waiting]
         if self._unroutable_since is None:
             self._unroutable_since = now

@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.scheduling.adder_pool import Pool, request
 
 from common.cache.eviction import RANKS, EvictionPolicy
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
+from common.cache.request_kv import release
 from common.config.node import NodeConfig
 from common.errors import ConfigError
+from common.scheduling.prefill_adder import AddResult
 
 PAGE = 2
 
@@ -29,7 +32,7 @@ class Cache:
         self.allocator.free(taken[:first], Owner.REQUEST)
 
     def use(self, *pages: int) -> None:
-        self.tree.match(self.tokens(*pages))
+        self.tree.count_use(self.tree.match(self.tokens(*pages)).node)
 
     def tokens(self, *pages: int) -> list[int]:
         return [page for page in pages for _ in range(PAGE)]
@@ -63,6 +66,23 @@ def test_lfu_evicts_the_least_often_used_then_the_least_recently_used() -> None:
     for name in (3, 3, 1, 2):
         cache.use(name)
     assert cache.evicted(3) == [1, 2, 3]
+
+
+def test_lfu_counts_a_request_once_however_often_it_was_tried() -> None:
+    pool = Pool(8)
+    pool.cache = RadixCache(pool.allocator, pool.page_size, eviction="lfu")
+    pool.cached(*range(100, 108))
+    pool.cached(*range(200, 208))
+    for _ in range(2):
+        used = request(9, start=100)
+        assert pool.adder().add_one_req(used) is AddResult.CONTINUE
+        release(pool.cache, pool.allocator, used)
+    waiting = request(12, start=200)
+    for _ in range(5):
+        assert pool.adder(total=4).add_one_req(waiting) is AddResult.NO_TOKEN
+    pool.cache.evict(2)
+    assert pool.cache.match(waiting.prompt).num_tokens == 0
+    assert pool.cache.match(range(100, 108)).num_tokens == 8
 
 
 def test_fifo_evicts_the_oldest_regardless_of_use() -> None:
@@ -145,8 +165,8 @@ def test_the_lowest_rank_is_evicted_first_in_any_history(
             del known[first]
         elif event == "insert":
             cache.insert(name, priority=priority)
-            facts = known.setdefault(name, {"uses": -1, "created": time, "priority": priority})
-            facts |= {"used": time, "uses": facts["uses"] + 1, "priority": max(facts["priority"], priority)}
+            facts = known.setdefault(name, {"uses": 0, "created": time, "priority": priority})
+            facts |= {"used": time, "priority": max(facts["priority"], priority)}
         elif event == "use":
             cache.use(name)
             if name in known:

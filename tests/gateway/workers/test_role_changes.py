@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.gateway.fake_nodes import BODY, events, running, silent
 
-from common.wire.messages import ChangeRole, Deregister, Done
+from common.wire.messages import ChangeRole, Deregister, Done, Drain
 
 
 @pytest.fixture
@@ -211,6 +211,19 @@ async def test_a_node_that_keeps_its_role_is_reported_and_serves_on(stack):
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
     assert "node decode-1 is still a decode node" in answer["error"]["message"]
     assert not (await rows(stack))["decode-1"]["is_draining"]
+
+
+async def test_a_node_that_is_told_to_stop_while_it_changes_its_role_is_not_waited_for(stack):
+    node = stack.nodes[3]
+    call = ask(stack, "decode-1", "prefill")
+    await accept(node)
+    drain = asyncio.ensure_future(stack.post("/v1/workers/decode-1/drain", {}))
+    await node.until(lambda: any(isinstance(message, Drain) for message in node.received))
+    node.send(Done(number=node.received[-1].number))
+    assert (await drain)[0] == 200
+    status, answer = await asyncio.wait_for(call, 5.0)
+    assert status == 400
+    assert answer["error"]["message"] == "node decode-1 drains and stops, and does not become a prefill node"
 
 
 async def test_a_node_that_is_heard_again_before_it_leaves_its_role_gets_no_requests(stack):

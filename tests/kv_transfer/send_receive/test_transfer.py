@@ -163,6 +163,29 @@ def test_the_request_of_lowest_rank_is_written_first(pair: TransferPair) -> None
     assert pair.writer.written == [pages["a"][0], *pages["b"]]
 
 
+def test_an_aborted_prompt_and_a_less_urgent_one_do_not_fill_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_queue, "MOST_BYTES", 2 * LAYOUT.page_bytes)
+    monkeypatch.setattr(write_queue, "WRITE_BYTES", LAYOUT.page_bytes)
+    pair = slow()
+    for rid in "abc":
+        pair.open((rid, 0), 4)
+        pair.begin((rid, 0), 4)
+        pair.hear_decode()
+        pair.finish((rid, 0))
+    assert not pair.pump()  # nothing more could be written before a write is over
+    assert pair.wire.num_in_flight == 2
+    pair.sender.abort(("a", 0), "aborted")
+    ranks = {"b": 1.0, "c": 0.0}
+    while pair.wire.num_in_flight:
+        pair.wire.tick()
+        pair.sender.pump(0.0, rank=lambda key: ranks[key[0]])
+        assert pair.wire.num_in_flight <= 2
+        pair.settle()
+    pair.run()
+    assert pair.writer.written == [*pair.grants["a", 0][:2], *pair.grants["c", 0], *pair.grants["b", 0]]
+    assert isinstance(pair.events["b", 0], Completed)
+
+
 def test_write_seconds_are_measured_with_the_given_clock(pair: TransferPair) -> None:
     class Stepping:
         def __init__(self) -> None:

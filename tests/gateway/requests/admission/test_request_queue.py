@@ -84,7 +84,7 @@ def test_a_stranded_request_is_passed_until_a_node_registers():
     waiting.remove(waiting.first(1, 0.0)[0])
     assert waiting.is_idle
     assert len(waiting) == 1
-    waiting.retry_stranded()
+    waiting.retry_stranded(0.0)
     assert rids(waiting.first(9, 0.0)) == ["large"]
 
 
@@ -92,17 +92,29 @@ def test_a_stranded_request_expires():
     large = request("large")
     waiting = queue_of(large, request("small"))
     waiting.strand(large, 0.0)
-    waiting.retry_stranded()
+    waiting.retry_stranded(6.0)
     waiting.strand(large, 6.0)
     assert waiting.expired(10.0, is_routable=True) == []
     assert rids(waiting.expired(10.1, is_routable=True)) == ["large"]
+
+
+def test_the_time_in_which_a_stranded_request_waits_for_its_turn_does_not_count():
+    large = request("large")
+    waiting = queue_of(large)
+    waiting.strand(large, 0.0)
+    waiting.retry_stranded(4.0)  # its node is back, but full until it is lost again
+    waiting.strand(large, 100.0)
+    waiting.retry_stranded(103.0)
+    waiting.strand(large, 103.0)
+    assert waiting.expired(106.0, is_routable=True) == []
+    assert rids(waiting.expired(106.1, is_routable=True)) == ["large"]
 
 
 def test_a_stranded_request_does_not_expire_once_its_nodes_are_back():
     large = request("large")
     waiting = queue_of(large)
     waiting.strand(large, 0.0)
-    waiting.retry_stranded()
+    waiting.retry_stranded(9.0)
     assert waiting.expired(61.0, is_routable=True) == []
 
 
@@ -206,7 +218,7 @@ def test_the_order_equals_that_of_sorting_all_requests(
             waiting.strand(there[number], 0.0)
         elif what == "come":
             stranded.clear()
-            waiting.retry_stranded()
+            waiting.retry_stranded(0.0)
         line = waiting.order.sort([one for one in waiting.requests() if int(one.rid) not in stranded], 0.0)
         for count in (1, 3, 99):
             assert rids(waiting.first(count, 0.0)) == rids(line[:count])
