@@ -185,8 +185,7 @@ class HttpClient:
             if connection in self._idle:
                 self._idle.remove(connection)
             return
-        if not exchange.parts and connection.num_used > 1 and not exchange.is_retry:
-            # The server closed a kept-alive connection just as it was used again: neither side is at fault.
+        if connection.was_closed_idle(exchange) and not exchange.is_retry:  # neither side is at fault
             exchange.is_retry = True
             self._open_for(exchange)
             return
