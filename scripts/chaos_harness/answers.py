@@ -21,6 +21,9 @@ from scripts.load_tester.client.sse_parser import body_parts, split_events
 LOGPROB_TOLERANCE = 1e-3
 #: Error codes of requests that were never accepted.
 REFUSALS = ("queue_full", "rate_limit_exceeded", "no_route", "quota_exceeded")
+#: A gateway without nodes refuses at once. After this long, ``no_route`` ends a request that was accepted and waited for
+#: nodes, by default for 60 s.
+MAX_REFUSAL_S = 30.0
 
 
 class Verdict(Enum):
@@ -175,9 +178,11 @@ def judge(answer: Answer, reference: Answer, *, is_exact: bool = True) -> tuple[
     difference = _wrong_beginning(answer, reference)
     if difference and is_exact:
         return Verdict.WRONG, difference
+    took_s = answer.ended_at - answer.began_at
     if answer.is_late:
-        return Verdict.HANGING, f"{_so_far(answer)} after {answer.ended_at - answer.began_at:.0f} s"
-    if answer.code in REFUSALS and not answer.stamps:
+        return Verdict.HANGING, f"{_so_far(answer)} after {took_s:.0f} s"
+    has_waited = answer.code == "no_route" and took_s > MAX_REFUSAL_S
+    if answer.code in REFUSALS and not answer.stamps and not has_waited:
         return Verdict.REFUSED, answer.code
     if answer.code:
         return Verdict.FAILED, f"{answer.code}: {answer.message} ({_so_far(answer)})"

@@ -83,7 +83,7 @@ class Client:
             finally:
                 if connection.exchange is exchange:  # this was cancelled
                     connection.close()
-            if exchange.error == "reuse":  # the server closed the idle connection just as it was used again
+            if exchange.error == "reuse":
                 exchange.error = ""
                 waiting = exchange.request = _Waiting(asyncio.get_running_loop().create_future())
 
@@ -106,7 +106,7 @@ class Client:
                 self._idle.remove(connection)
             return
         exchange.ended_at = time.monotonic()
-        self._end(exchange, "dropped" if exchange.parts or connection.num_used == 1 else "reuse")
+        self._end(exchange, "reuse" if connection.was_closed_idle(exchange) else "dropped")
 
     @staticmethod
     def _end(exchange: Exchange, error: str) -> None:

@@ -99,6 +99,14 @@ def test_only_a_request_that_was_not_accepted_is_refused(code: str, verdict: Ver
     assert judge(received([body], head=head), REFERENCE)[0] is verdict
 
 
+def test_an_accepted_request_that_waited_for_nodes_in_vain_is_not_refused() -> None:
+    head = b"HTTP/1.1 503 No\r\nContent-Type: application/json\r\n\r\n"
+    answer = received([json.dumps({"error": {"code": "no_route", "message": "no"}}).encode()], head=head)
+    assert judge(answer, REFERENCE)[0] is Verdict.REFUSED
+    answer.ended_at = answer.began_at + 60.5
+    assert judge(answer, REFERENCE)[0] is Verdict.FAILED
+
+
 def test_a_wrong_log_probability_is_seen_and_rounding_is_not() -> None:
     answer = received(WHOLE)
     answer.outputs[0].logprobs[1] += 1e-5

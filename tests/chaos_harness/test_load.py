@@ -18,6 +18,7 @@ from scripts.chaos_harness.load import Load
 from scripts.chaos_harness.service import Node
 from scripts.chaos_harness.verdicts import Findings, Tally, broken_invariants
 from scripts.chaos_harness.workload import distinct_requests, keyed
+from scripts.load_tester.client import connection
 
 [COMPLETION, *_, NATIVE] = distinct_requests(12, 0, "m")
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -115,6 +116,32 @@ async def test_a_connection_that_a_living_gateway_drops_is_a_lost_request() -> N
     tally, heads = await answered(BEGUN, RETRIES["the whole answer"][0], is_killed=False)
     assert dict(tally.verdicts) == {Verdict.LOST: 1}
     assert len(heads) == 1
+
+
+@pytest.mark.parametrize(("limit_s", "num_sent", "verdict"), [(60.0, 3, Verdict.EQUAL), (0.0, 2, Verdict.LOST)])
+async def test_a_request_on_a_kept_connection_is_lost_unless_the_connection_was_closed_at_once(
+    limit_s: float, num_sent: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway reads a second request on its first connection, and hangs up without an answer."""
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for is_lost in (False, True) if not heads else (False,):
+            heads.append(await reader.readuntil(b"\r\n\r\n"))
+            await reader.readexactly(len(COMPLETION.body))
+            writer.writelines([] if is_lost else [HEAD, *RETRIES["the whole answer"][0]])
+        writer.close()
+        await writer.wait_closed()
+
+    monkeypatch.setattr(connection, "CLOSED_IDLE_S", limit_s)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        client = Client("127.0.0.1", server.sockets[0].getsockname()[1])
+        tally = Tally()
+        for _ in range(2):
+            tally.add(COMPLETION, await client.send(COMPLETION, 60.0), REFERENCE)
+        client.close()
+    assert tally.verdicts == {Verdict.EQUAL: 1, **{verdict: 1 + (verdict is Verdict.EQUAL)}}
+    assert len(heads) == num_sent
 
 
 async def test_a_call_that_takes_too_long_leaves_no_connection() -> None:

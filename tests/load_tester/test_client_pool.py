@@ -15,7 +15,7 @@ import pytest
 from support.load.mock_server import MockServer, load, mock_server
 
 from scripts.load_tester import run
-from scripts.load_tester.client import client_pool, client_process
+from scripts.load_tester.client import client_pool, client_process, http_client
 from scripts.load_tester.client.ipc import SendRequest, Setup, StartClock
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.workload.planned_request import PlannedRequest
@@ -78,6 +78,23 @@ async def test_a_client_process_never_pauses_reading_before_the_start(monkeypatc
     assert not pipe.is_reading
     assert process._client
     process._client.close()
+
+
+async def test_no_bodies_wait_of_sessions_that_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a client process would never read on, and the run would never end."""
+    client = http_client.HttpClient(Setup("127.0.0.1", 9, "", True, b"", 1, 60.0, 1.0), lambda done: None, lambda: None)
+    monkeypatch.setattr(client, "_open_for", lambda exchange: None)
+    client.start(time.monotonic())
+    for session in range(2):  # the first one takes the only slot
+        client.add(SendRequest(2 * session, 0.0, session, -1.0, 1, b"", b"x" * 5))
+        client.add(SendRequest(2 * session + 1, 0.0, session, 0.0, 0, b"", b"x" * 7))
+    assert client.bytes_waiting == 7 + 12
+    client._start_at -= 2.0
+    client.add(SendRequest(4, 0.0, 2, -1.0, 1, b"", b"x" * 5))
+    assert client.bytes_waiting == 7
+    client.add(SendRequest(5, 0.0, 2, 0.0, 0, b"", b"x" * 7))
+    assert client.bytes_waiting == 7
+    client.close()
 
 
 def test_a_trace_gets_processes_for_its_peak_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

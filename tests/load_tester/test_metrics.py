@@ -136,6 +136,17 @@ def test_tokens_of_tenants_are_compared_only_while_several_wait() -> None:
     assert found["backlogged_jain"] == pytest.approx((3.5 + 5.5) ** 2 / (2 * (3.5**2 + 5.5**2)))
 
 
+def test_tokens_of_tenants_are_those_of_the_usage_where_events_have_several() -> None:
+    """In second 1, a and b both wait throughout; a receives 2 events of 8 tokens each."""
+    records = [
+        record(1.2, 1.4, tenant="a", at=0.0, num_input=7, num_output=16),
+        record(3.5, tenant="a", at=1.0),
+        record(3.5, tenant="b", at=1.0),
+    ]
+    found = metrics.fairness(metrics.groups(records, "tenant", {}, {}, RNG), records, records, 0.0, 2.0)
+    assert found["backlogged_s"] == 1 and found["tokens_per_s"] == {"a": 7 + 16, "b": 0}
+
+
 def test_a_tenant_that_is_starved_does_not_make_the_others_look_fair() -> None:
     """Two of c's three requests failed, so its median time is infinite."""
     records = [record(0.1, tenant="a"), record(0.2, tenant="b"), record(0.1, tenant="c")]

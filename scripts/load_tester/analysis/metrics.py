@@ -7,7 +7,7 @@ latency and counts as a miss.
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -252,7 +252,7 @@ def _served_while_backlogged(
 ) -> tuple[int, dict[str, float]]:
     """Seconds in which several tenants waited throughout, and the tokens/s that each of them got."""
     waiting: dict[int, set[str]] = {}
-    served: Counter[tuple[int, str]] = Counter()
+    served: defaultdict[tuple[int, str], float] = defaultdict(float)
     for record in records:
         name = record.tenant or "(none)"
         first_s = record.stamps_s[0] if record.stamps_s else record.ended_s
@@ -261,9 +261,9 @@ def _served_while_backlogged(
         if record.stamps_s:
             served[math.floor(first_s), name] += record.num_input
         for at, count in zip(record.stamps_s, record.counts, strict=True):
-            served[math.floor(at), name] += count
+            served[math.floor(at), name] += record.tokens_per_count * count
     contested = {second: names for second, names in waiting.items() if len(names) > 1}
-    totals: dict[str, list[int]] = {}
+    totals: dict[str, list[float]] = {}
     for second, names in contested.items():
         for name in names:
             totals.setdefault(name, []).append(served[second, name])

@@ -17,6 +17,9 @@ MAX_HEAD = 65536
 MAX_RESPONSE = 64 << 20
 MAX_LENGTH_DIGITS = 15  # Python refuses to convert thousands of digits
 RETURN = 13  # first byte of ``\r\n\r\n``, with which every chunked response ends
+#: A server that closes an idle connection as it is used again has done so before it saw the request: the client learns
+#: of it at once. After this long, the server has had the request and lost it.
+CLOSED_IDLE_S = 1.0
 LAST_CHUNK = b"0\r\n\r\n"
 END_OF_EVENTS = b"[DONE]\n\n\r\n"
 END_OF_STREAM = END_OF_EVENTS + LAST_CHUNK
@@ -111,6 +114,10 @@ class Connection(asyncio.Protocol):
         self._framing = Framing.HEAD
         self._size = 0
         self._transport.write(exchange.data)
+
+    def was_closed_idle(self, exchange: Exchange) -> bool:
+        """Whether the server closed this connection just as it was used again, before it saw the request."""
+        return self.num_used > 1 and not exchange.parts and monotonic() - exchange.sent_at < CLOSED_IDLE_S
 
     def close(self) -> None:
         """Abort the connection and its exchange without calling the owner."""

@@ -41,6 +41,7 @@ class HttpClient:
         self._scheduled: list[tuple[float, int, SendRequest]] = []  # a heap, by seconds after the start
         self._waiting: deque[SendRequest] = deque()  # closed loop: first turns
         self._turns: dict[int, deque[SendRequest]] = {}  # later turns by session
+        self._dropped: set[int] = set()  # sessions that were not begun, whose turns may still come
         self._between: dict[int, float] = {}  # sessions whose next turn has not been read yet: end of their last one
         self._free_slots: list[float] = []  # closed loop: since when each is free
         self._idle: list[Connection] = []
@@ -57,6 +58,8 @@ class HttpClient:
 
     def add(self, request: SendRequest) -> None:
         """Schedule a request; its body counts as ``bytes_waiting`` until it is sent."""
+        if request.think_s >= 0 and request.session in self._dropped:
+            return
         self.bytes_waiting += len(request.body)
         if request.think_s >= 0:
             self._turns.setdefault(request.session, deque()).append(request)
@@ -126,8 +129,10 @@ class HttpClient:
     def _drop_waiting(self) -> None:
         while self._waiting:
             request = self._waiting.popleft()
-            self.bytes_waiting -= len(request.body)
-            self._turns.pop(request.session, None)
+            if request.turns_left:
+                self._dropped.add(request.session)
+            turns = self._turns.pop(request.session, ())
+            self.bytes_waiting -= sum(len(one.body) for one in (request, *turns))
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
@@ -180,8 +185,7 @@ class HttpClient:
             if connection in self._idle:
                 self._idle.remove(connection)
             return
-        if not exchange.parts and connection.num_used > 1 and not exchange.is_retry:
-            # The server closed a kept-alive connection just as it was used again: neither side is at fault.
+        if connection.was_closed_idle(exchange) and not exchange.is_retry:  # neither side is at fault
             exchange.is_retry = True
             self._open_for(exchange)
             return
