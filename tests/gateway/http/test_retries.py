@@ -128,6 +128,7 @@ async def test_requests_that_come_at_the_same_time_run_once(stack):
     async with asyncio.timeout(60):
         while sum(call.done() for call in calls) < 3:  # the newest has taken the answer over
             await asyncio.sleep(0.01)
+    await prefill.until(lambda: prefill.generates)
     (rid,) = prefill.generates
     prefill.tokens(rid, 0, ids_of("a"))
     decode.tokens(rid, 1, ids_of("b"), finish="length")
