@@ -18,7 +18,7 @@ from common.config.cli import resolve
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
 from common.logs import configure_logging
-from common.open_files import raise_open_file_limit
+from common.system.open_files import raise_open_file_limit
 from gateway.server import GRACE_S, Gateway
 from gateway.workers.served_models import load_models, model_folders
 

@@ -41,9 +41,9 @@ from common.node.monitoring.http_server import listen
 from common.node.profiler import Profiler
 from common.node.tensor_parallel.rank_processes import RankProcesses
 from common.node.worker_context import WorkerContext, make_cache
-from common.open_files import raise_open_file_limit
 from common.plugins import load_policy
 from common.scheduling.policies.factory import NEED_CACHE
+from common.system.open_files import raise_open_file_limit
 from common.wire.key_folder import load_keys
 
 if TYPE_CHECKING:

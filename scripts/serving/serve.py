@@ -28,10 +28,10 @@ from common.config.gateway import GatewayConfig
 from common.config.node import NodeConfig
 from common.config.options import options_of, to_flags
 from common.config.serve import ServeConfig
-from common.cpu_cores import usable_cores
 from common.errors import BatonError, ConfigError
 from common.model_folder import find_checkpoint
 from common.reminder import Reminder
+from common.system.cpu_cores import usable_cores
 from common.wire.address import in_url
 from common.wire.curve import draw_keys
 from gateway.http.access.tls import make_tls_context

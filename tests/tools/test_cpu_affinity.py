@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.cpu_cores import usable_cores
 from common.errors import ConfigError
+from common.system.cpu_cores import usable_cores
 from scripts.serving.cpu_affinity import Share, divide
 
 TWO = [(0,), (1,)]

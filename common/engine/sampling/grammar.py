@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from common.deep_threads import deep_threads
 from common.errors import ErrorCode, RequestError
 from common.model_folder import TOKENIZER_FILE
+from common.system.deep_threads import deep_threads
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

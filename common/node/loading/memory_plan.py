@@ -9,9 +9,9 @@ from common.cache.kv_window import UNBOUNDED, KVWindow
 from common.cache.page_layout import PageLayout
 from common.cache.window_pages import LayerGroups
 from common.config.node import NodeConfig
-from common.control_groups import control_groups
 from common.errors import ConfigError
 from common.scheduling.chunked_prefill import ChunkAlignment
+from common.system.control_groups import control_groups
 
 MAX_SLOTS = 256
 MAX_QUEUED = 1_024

@@ -12,7 +12,6 @@ from common.cache.window_pages import LayerGroups
 from common.config.batching import parse_window_ratio
 from common.config.node import NodeConfig
 from common.config.shared import ONLY_ON_CPUS
-from common.cpu_cores import usable_cores
 from common.errors import ConfigError
 from common.model_folder import find_checkpoint, find_tokenizer
 from common.node.loading.device_plan import (
@@ -35,6 +34,7 @@ from common.node.loading.memory_plan import (
 from common.node.tensor_parallel.channel import LoadModel
 from common.node.tensor_parallel.rank_processes import RankProcesses
 from common.reminder import Reminder
+from common.system.cpu_cores import usable_cores
 
 if TYPE_CHECKING:
     from common.engine.executor import TorchExecutor

@@ -22,8 +22,8 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
-from common.deep_threads import MAX_GRAMMAR_BYTES, deep_threads
 from common.errors import ErrorCode, RequestError
+from common.system.deep_threads import MAX_GRAMMAR_BYTES, deep_threads
 from gateway.http.protocol.decoding import refuse
 from gateway.requests.input.structural_tags import json_rule, structural_tag_to_lark
 

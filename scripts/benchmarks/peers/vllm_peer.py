@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.cpu_cores import usable_cores
 from common.errors import ConfigError
+from common.system.cpu_cores import usable_cores
 from scripts.benchmarks.peers.peer import Workload
 from scripts.models.random_model import QWEN3_600M
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.config.shared import SMALL_MODEL
-from common.cpu_cores import usable_cores
+from common.system.cpu_cores import usable_cores
 from scripts.benchmarks.harness.options import comma_separated
 from scripts.benchmarks.harness.service_fixture import MAX_OTHERS, measured_load, running_service
 from scripts.benchmarks.peers.peer import parse_peers

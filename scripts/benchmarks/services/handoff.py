@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from common.config.shared import SMALL_MODEL
-from common.cpu_cores import usable_cores
 from common.errors import BatonError, ConfigError
+from common.system.cpu_cores import usable_cores
 from scripts.benchmarks.harness.cpu_contention import CpuContention
 from scripts.benchmarks.harness.options import comma_separated
 from scripts.benchmarks.harness.service_fixture import MAX_OTHERS, measured_load, running_service

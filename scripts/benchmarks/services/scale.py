@@ -37,7 +37,7 @@ import uvloop
 
 from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME
 from common.errors import BatonError
-from common.open_files import raise_open_file_limit
+from common.system.open_files import raise_open_file_limit
 from common.wire.key_folder import load_keys
 from common.wire.messages import Role
 from gateway.workers.routing.router import LocalPrefill, Router

@@ -28,8 +28,8 @@ import numpy as np
 
 from common.config.options import flag_of
 from common.config.shared import SMALL_MODEL
-from common.cpu_cores import usable_cores
 from common.errors import BatonError
+from common.system.cpu_cores import usable_cores
 from scripts.benchmarks.harness.cpu_contention import CpuContention
 from scripts.benchmarks.harness.options import comma_separated
 from scripts.benchmarks.harness.service_fixture import measured_load, running_service

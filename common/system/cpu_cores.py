@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from common.control_groups import control_groups
+from common.system.control_groups import control_groups
 
 
 def usable_cores() -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ from common.wire.messages import FromGateway
 
 PROGRAM = """
 import resource
-from common.open_files import raise_open_file_limit
+from common.system.open_files import raise_open_file_limit
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
 assert raise_open_file_limit() == hard

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.control_groups import control_groups
+from common.system.control_groups import control_groups
 
 
 @pytest.mark.parametrize("controller", ["cpu", "memory"])

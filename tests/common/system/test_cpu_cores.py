@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common import cpu_cores
+from common.system import cpu_cores
 
 
 @pytest.mark.parametrize(
