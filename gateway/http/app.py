@@ -106,7 +106,7 @@ def make_app(
             allow_origins=services.config.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     for plugin in plugins:
         plugin(app)

@@ -109,8 +109,8 @@ class ResponsesApi:
     async def _chat(self, body: ResponsesRequest, tenant: str) -> ChatCompletionRequest:
         """The chat of a request, after what it continues; its input then has items instead of references to them."""
         history = await self._history(body, tenant)
-        if isinstance(body.input, list) and any(map(is_reference, body.input)):
-            body.input = await self._without_references(body.input, tenant)
+        if isinstance(body.input, list):
+            body.input = await self._without_references(body.input, tenant, "input")
         return to_chat(body, history)
 
     async def _history(self, body: ResponsesRequest, tenant: str) -> list[InputItem]:
@@ -120,19 +120,22 @@ class ResponsesApi:
         self._check_enabled("previous_response_id")
         stored = self._store.conversation(tenant, body.previous_response_id, self._clock.now())
         lists = [items for response in stored for items in (response.input_items, response.output_items)]
-        return await self._decoded(lists, "previous_response_id")
+        items = await self._decoded(lists, "previous_response_id")
+        return await self._without_references(items, tenant, "previous_response_id")  # a retry is stored as it came
 
-    async def _without_references(self, given: list[InputItem], tenant: str) -> list[InputItem]:
-        """The input with the items of stored answers to which it refers. Raises RequestError: it lacks one of them."""
-        self._check_enabled("input")
-        places = {item.id: f"input[{i}]" for i, item in enumerate(given) if is_reference(item)}
+    async def _without_references(self, given: list[InputItem], tenant: str, param: str) -> list[InputItem]:
+        """Items with those of stored answers to which they refer. Raises RequestError: one of these is not stored."""
+        places = {item.id: f"{param}[{i}]" for i, item in enumerate(given) if is_reference(item)}
+        if not places:
+            return given
+        self._check_enabled(param)
         if None in places:
             raise missing(f"{places[None]}.id")
         if len(places) < sum(map(is_reference, given)):
-            raise refuse("refers to the same item twice", "input")
+            raise refuse("refers to the same item twice", param)
         responses = dict.fromkeys(response_id_of(item_id or "") for item_id in places)
         stored = [found for one in responses if (found := self._store.find(tenant, one, self._clock.now()))]
-        items = {item.id: item for item in await self._decoded([one.output_items for one in stored], "input")}
+        items = {item.id: item for item in await self._decoded([one.output_items for one in stored], param)}
         for item_id, place in places.items():
             if item_id not in items:
                 message = f"the item {(item_id or '')[:200]!r} is not stored here (any more); send the item itself"

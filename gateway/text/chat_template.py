@@ -205,9 +205,16 @@ def render_chat(template: ChatTemplate, body: ChatBody) -> str:
 
 
 def num_parts(body: ChatBody) -> int:
-    """Messages, parts of messages, and documents: the work of rendering."""
-    parts = sum(len(message.content) if isinstance(message.content, list) else 1 for message in body.messages or [])
-    return parts + len(body.documents or [])
+    """Messages, parts of messages, calls of earlier turns, and documents: the work of rendering."""
+    messages = body.messages or []
+    parts = sum(len(message.content) if isinstance(message.content, list) else 1 for message in messages)
+    return parts + sum(len(message.tool_calls or ()) for message in messages) + len(body.documents or [])
+
+
+def argument_texts(body: ChatBody) -> list[str]:
+    """Arguments of calls of earlier turns that are JSON text, which rendering decodes."""
+    calls = [call for message in body.messages or () for call in message.tool_calls or ()]
+    return [call.function.arguments for call in calls if isinstance(call.function.arguments, str)]
 
 
 def tools_size(body: ChatBody) -> int:

@@ -25,6 +25,7 @@ BODY_ERRORS = {
     413: "The body is too large", 415: "The body is not JSON", 503: "The server is stopping, or no node is ready",
 }  # fmt: skip
 GENERATE_ERRORS = {
+    409: "Another gateway has taken the request over", 422: "The Idempotency-Key belongs to another request",
     429: "Too many requests; Retry-After says when to come back", 499: "The request was aborted",
     502: "A node was lost, or a transfer failed", 504: "The request's deadline has passed",
 }  # fmt: skip
@@ -42,6 +43,9 @@ def complete(document: dict[str, Any], endpoints: Iterable[Endpoint]) -> None:
     """Adds to FastAPI's document what FastAPI does not know."""
     endpoints = list(endpoints)
     paths: dict[str, Any] = document.setdefault("paths", {})
+    for operations in paths.values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # of FastAPI, whose errors of parameters have 400 here
     for endpoint in endpoints:
         paths[endpoint.path] = {method.lower(): _operation(endpoint, method) for method in endpoint.methods}
     for path, operations in paths.items():
@@ -98,7 +102,6 @@ def _json_text(schema: dict[str, Any]) -> dict[str, Any]:
 def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> None:
     """Adds errors, keys and headers to an operation."""
     answers: dict[str, Any] = operation.setdefault("responses", {})
-    answers.pop("422", None)
     errors = dict(ERRORS)
     if method not in ("get", "head"):
         errors |= CHANGE_ERRORS

@@ -17,6 +17,7 @@ import msgspec
 from common.config.lora import cache_root
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
+from gateway.http.limits import LIGHT_BYTES, MAX_VALUES, check_weight
 from gateway.http.protocol.decoding import refuse
 from gateway.http.protocol.fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFields
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams, TokenizeRequest
@@ -43,7 +44,7 @@ from gateway.requests.input.prompts import (
     truncation_of,
 )
 from gateway.requests.input.structured_output import GrammarChecker, StructuredOutput, structured_output_of
-from gateway.text.chat_template import num_parts, render_chat, tools_size
+from gateway.text.chat_template import argument_texts, num_parts, render_chat, tools_size
 from gateway.text.tokenizer import LONG_CHARACTERS, AsyncTokenizer
 from gateway.workers.registry import SamplingDefaults, ServingLimits
 from gateway.workers.served_models import ServedModel
@@ -58,7 +59,8 @@ STRUCTURE_FIELDS = (
 )  # fmt: skip
 #: Chats with more messages and parts than this are rendered on the thread; each part takes some microseconds.
 MANY_PARTS = 1024
-#: Chats with larger tools than this, in bytes of JSON, are rendered on the thread, which also writes their grammar.
+#: Chats with larger tools and arguments than this, in bytes of JSON, are rendered on the thread. It also writes the
+#: grammar of larger tools.
 LARGE_TOOLS = 64 << 10
 #: Requests built before the event loop gets a turn.
 REQUESTS_AT_ONCE = 64
@@ -299,7 +301,11 @@ class InputProcessor:
             raise refuse("the model has no chat template; use /v1/completions", "messages", ErrorCode.NOT_SUPPORTED)
         if isinstance(body, ChatCompletionRequest) and isinstance(body.tool_choice, ToolChoiceField):
             narrow_tools(body, body.tool_choice)
-        if num_parts(body) > MANY_PARTS or tools_size(body) > LARGE_TOOLS:
+        texts = argument_texts(body)
+        for text in texts:
+            if len(text) > LIGHT_BYTES:  # the weight of the body counts it as one string
+                await check_weight(text.encode(), MAX_VALUES)
+        if num_parts(body) > MANY_PARTS or tools_size(body) + sum(map(len, texts)) > LARGE_TOOLS:
             return await self._tokenizer.on_thread(lambda: render_chat(template, body))
         return render_chat(template, body)
 

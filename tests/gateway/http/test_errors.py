@@ -291,6 +291,9 @@ async def test_tokenizing_many_texts_yields_to_the_event_loop(stack, monkeypatch
     assert turns.count("other") >= 6
 
 
+CALL = {"function": {"name": "f", "arguments": "{}"}}
+
+
 @pytest.mark.parametrize(
     ("messages", "num_documents", "is_elsewhere"),
     [
@@ -298,9 +301,11 @@ async def test_tokenizing_many_texts_yields_to_the_event_loop(stack, monkeypatch
         ([{"role": "user", "content": "Hi"}] * 11, 0, True),
         ([{"role": "user", "content": "Hi"}] * 2, 9, True),
         ([{"role": "user", "content": [{"type": "text", "text": "Hi"}] * 11}], 0, True),
+        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [CALL] * 8}], 0, False),
+        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [CALL] * 9}], 0, True),
     ],
 )
-async def test_a_chat_of_many_messages_parts_or_documents_is_rendered_on_a_thread(
+async def test_a_chat_of_many_messages_parts_calls_or_documents_is_rendered_on_a_thread(
     folder, monkeypatch, messages, num_documents, is_elsewhere
 ):
     monkeypatch.setattr("gateway.requests.input.input_processor.MANY_PARTS", 10)
@@ -332,6 +337,25 @@ async def test_large_tools_are_rendered_on_a_thread_and_bounded(stack, monkeypat
         status, answer = await stack.post("/tokenize", {"messages": HI, "tools": tools})
         assert (status, bool(threads)) == (expected, is_elsewhere)
     assert answer["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"a": [1]}', 200),
+        ('{"a": "%s"}' % ("x," * 200_000), 200),
+        ("[%s1]" % ("1," * 300_000), 413),
+        ("{}" * 70_000, 413),
+    ],
+)
+async def test_json_in_the_arguments_of_earlier_calls_is_bounded_as_the_body_is(stack, arguments, expected):
+    call = {"name": "f", "arguments": arguments}
+    messages = [*HI, {"role": "assistant", "tool_calls": [{"id": "c", "function": call}]}]
+    items = [{"type": "function_call", "call_id": "c", **call}]
+    for path, body in (("/tokenize", {"messages": messages}), ("/v1/responses/input_tokens", {"input": items})):
+        status, answer = await stack.post(path, body)
+        assert status == expected
+        assert status == 200 or answer["error"]["code"] == "body_too_large"
 
 
 async def test_the_number_of_template_arguments_is_bounded(stack):

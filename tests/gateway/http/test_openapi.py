@@ -91,7 +91,7 @@ async def test_every_operation_describes_its_body_its_answers_and_its_errors(sta
             shape = whole.get("application/json", {}).get("schema", {})
             assert not {"$ref", "type"} <= set(shape), f"{path}: a reference with another type beside it"
             assert ("requestBody" in operation) == (method in ("post", "put") and path not in WITHOUT_BODY), path
-            assert "422" not in operation["responses"]
+            assert ("422" in operation["responses"]) == (operation["tags"] == ["generate"]), path
             for status, answer in operation["responses"].items():
                 assert answer["headers"]["x-request-id"], path
                 if status != "200":
@@ -101,7 +101,8 @@ async def test_every_operation_describes_its_body_its_answers_and_its_errors(sta
     generating = document["paths"]["/v1/chat/completions"]["post"]
     assert generating["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/ChatCompletionRequest")
     assert set(generating["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
-    assert set(generating["responses"]) >= {"400", "401", "408", "411", "413", "415", "429", "499", "502", "503", "504"}
+    statuses = {"400", "401", "408", "409", "411", "413", "415", "422", "429", "499", "502", "503", "504"}
+    assert set(generating["responses"]) >= statuses
     assert document["paths"]["/health"]["get"]["security"] == []
     assert document["paths"]["/v1/workers"]["get"]["security"] == [{"bearer": []}, {"x-api-key": []}]
 

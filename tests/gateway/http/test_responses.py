@@ -192,6 +192,22 @@ async def test_an_input_refers_to_items_of_stored_answers(stack):
     assert counted["input_tokens"] == same["input_tokens"]
 
 
+async def test_a_retry_with_references_can_be_continued(stack):
+    answers(stack, "One.")
+    first = await respond(stack, input="1?")
+    body = {"input": [*map(reference_to, first["output"]), {"role": "user", "content": "2?"}]}
+    for is_retry in (False, True):
+        headers = {"Idempotency-Key": "k"}
+        async with stack.client.post(f"{stack.url}/v1/responses", json=body, headers=headers) as answer:
+            assert ("idempotent-replayed" in answer.headers) == is_retry
+            second = await answer.json()
+    await respond(stack, input="3?", previous_response_id=second["id"])
+    turns = last_prompt(stack).split("<|im_start|>")[1:]
+    assert [turn.split("<|im_end|>")[0] for turn in turns[:-1]] == [
+        "assistant\nOne.", "user\n2?", "assistant\nOne.", "user\n3?",
+    ]  # fmt: skip
+
+
 async def test_references_to_items_that_are_not_stored_are_refused(stack):
     answers(stack, "One.")
     (message,) = (await respond(stack, input="1?"))["output"]
