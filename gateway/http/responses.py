@@ -17,6 +17,7 @@ from gateway.http.protocol.responses import InputItem, ResponsesRequest
 from gateway.http.translation.common import missing, own_name, with_own_names
 from gateway.http.translation.responses import (
     FIELD_NAMES,
+    functions,
     input_items,
     is_reference,
     shown_items,
@@ -66,6 +67,14 @@ async def _process_truncated(chat: ChatCompletionRequest, process: Process) -> l
     return found
 
 
+def _places_of_tools(body: ResponsesRequest) -> list[str]:
+    return [function.where for function in functions(body)]
+
+
+def _with_own_names(error: RequestError, body: ResponsesRequest) -> RequestError:
+    return with_own_names(error, FIELD_NAMES, _places_of_tools(body))
+
+
 class ResponsesApi:
     """Args:
     max_bytes: largest conversation that ``previous_response_id`` may stand for, as if the client had sent it.
@@ -86,8 +95,9 @@ class ResponsesApi:
         try:
             requests = await (_process_truncated(chat, process) if body.truncation == "auto" else process(chat))
         except RequestError as error:
-            raise with_own_names(error, FIELD_NAMES) from error
-        return [in_pieces(request, own_name(request.grammar_param, FIELD_NAMES)) for request in requests]
+            raise _with_own_names(error, body) from error
+        places = _places_of_tools(body)
+        return [in_pieces(request, own_name(request.grammar_param, FIELD_NAMES, places)) for request in requests]
 
     async def count_tokens(self, body: ResponsesRequest, model: ServedModel, tenant: str) -> int:
         """Tokens of the prompt that the input becomes, nothing truncated. Raises RequestError."""
@@ -95,7 +105,7 @@ class ResponsesApi:
         try:
             return await self._inputs.count_tokens(model, chat)
         except RequestError as error:
-            raise with_own_names(error, FIELD_NAMES) from error
+            raise _with_own_names(error, body) from error
 
     def input_items(self, tenant: str, response_id: str) -> list[dict[str, Any]]:
         """The items of the request of a stored response, as clients see them. Raises RequestError."""

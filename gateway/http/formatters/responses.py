@@ -1,7 +1,7 @@
 """Formats answers and stream events of OpenAI's Responses API."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,7 +10,15 @@ import msgspec
 from common.errors import RequestError
 from gateway.http.formatters.common import ResponseFormatter, named_event, token_logprobs, token_text
 from gateway.http.formatters.openai import usage
-from gateway.http.protocol.responses import ReasoningConfig, ResponsesRequest, TextConfig, TextFormat
+from gateway.http.protocol.responses import (
+    ReasoningConfig,
+    ResponseFunction,
+    ResponsesRequest,
+    ResponseTool,
+    TextConfig,
+    TextFormat,
+)
+from gateway.http.translation.responses import called_functions
 from gateway.requests.output_processor import Delta, OutputStream
 from gateway.text.output_parser import OutputPiece, ReasoningPiece, TextPiece, ToolCallArguments, ToolCallBegin, joined
 from gateway.workers.served_models import ServedModel
@@ -37,6 +45,7 @@ class _Item:
     index: int
     key: str  # the id of the response without its prefix
     name: str = ""
+    namespace: str | None = None
     texts: list[str] = field(default_factory=list)
     logprobs: list[Event] = field(default_factory=list)  # of the tokens of a message
 
@@ -56,6 +65,8 @@ class _Item:
         shown: Event = {"id": self.item_id, "type": self.kind, "status": status}
         text = "".join(self.texts)
         if self.kind == "function_call":
+            if self.namespace is not None:
+                shown["namespace"] = self.namespace
             return {**shown, "call_id": f"call_{self.key}{self.index:02d}", "name": self.name, "arguments": text}
         content = [] if status == "in_progress" else [self.part(text)]
         if self.kind == "reasoning":
@@ -66,12 +77,16 @@ class _Item:
 class ItemBuilder:
     """Makes the items of an output, and the events that tell of them, from its pieces.
 
+    Args:
+        functions: namespace and name of functions in namespaces, by the names of the model.
+
     Attributes:
         items: the finished items.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, functions: Mapping[str, tuple[str, str]]) -> None:
         self._key = key
+        self._functions = functions
         self._open: _Item | None = None
         self.items: list[Event] = []
 
@@ -108,7 +123,8 @@ class ItemBuilder:
         return [*events, _event("response.output_item.done", {"output_index": item.index, "item": shown})]
 
     def _begin(self, kind: ItemKind, name: str = "") -> list[Event]:
-        item = self._open = _Item(kind, len(self.items), self._key, name)
+        namespace, own_name = self._functions.get(name, (None, name))
+        item = self._open = _Item(kind, len(self.items), self._key, own_name, namespace)
         added = {"output_index": item.index, "item": item.shown("in_progress")}
         events = [_event("response.output_item.added", added)]
         if kind != "function_call":
@@ -167,7 +183,7 @@ class ResponsesFormatter(ResponseFormatter):
         self._stored = stored
         self._keep: Callable[[], None] | None = None
         self._head = _head(model.asked_name, body, request_id, is_stored=stored is not None)
-        self._builder = ItemBuilder(request_id.removeprefix("resp_"))
+        self._builder = ItemBuilder(request_id.removeprefix("resp_"), called_functions(body))
         self._tokenizer = model.tokenizer
         self._num_events = 0
         self._num_pieces = self._num_spans = 0  # that the builder has taken
@@ -281,11 +297,6 @@ def _usage(output: OutputStream) -> dict[str, Any]:
 def _head(model: str, body: ResponsesRequest, request_id: str, *, is_stored: bool) -> dict[str, Any]:
     """The fields of a response that are known at its beginning."""
     text, reasoning = body.text or TextConfig(), body.reasoning or ReasoningConfig()
-    tools = [
-        {"type": "function", "name": tool.name, "description": tool.description, "parameters": tool.parameters,
-         "strict": bool(tool.strict)}
-        for tool in body.tools or []
-    ]  # fmt: skip
     return {
         "id": request_id,
         "object": "response",
@@ -305,7 +316,15 @@ def _head(model: str, body: ResponsesRequest, request_id: str, *, is_stored: boo
         "store": is_stored,
         "text": {"format": msgspec.to_builtins(text.format or TextFormat(type="text"))},
         "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
-        "tools": tools,
+        "tools": [_shown_tool(tool) for tool in body.tools or []],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
     }
+
+
+def _shown_tool(tool: ResponseFunction) -> dict[str, Any]:
+    if isinstance(tool, ResponseTool) and tool.type == "namespace":
+        tools = [_shown_tool(one) for one in tool.tools or []]
+        return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": tools}
+    shown = {"type": "function", "name": tool.name, "description": tool.description}
+    return {**shown, "parameters": tool.parameters, "strict": bool(tool.strict)}

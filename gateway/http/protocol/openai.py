@@ -24,7 +24,9 @@ from gateway.http.protocol.fields import (
 
 MAX_TOOLS = 128
 
-FunctionName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,128}$")]
+MAX_FUNCTION_NAME = 128
+
+FunctionName = Annotated[str, Meta(pattern=f"^[A-Za-z0-9_.-]{{1,{MAX_FUNCTION_NAME}}}$")]
 CallId = Annotated[str, Meta(max_length=256)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

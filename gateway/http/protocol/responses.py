@@ -50,6 +50,7 @@ class InputItem(Extensible, omit_defaults=True, kw_only=True):
     # function_call
     call_id: CallId | None = None
     name: FunctionName | None = None
+    namespace: FunctionName | None = None
     arguments: str | None = None
     # function_call_output
     output: str | list[InputPart] | None = None
@@ -61,7 +62,7 @@ class InputItem(Extensible, omit_defaults=True, kw_only=True):
     status: str | None = None
 
 
-class ResponseTool(Extensible, omit_defaults=True, kw_only=True):
+class ResponseFunction(Extensible, omit_defaults=True, kw_only=True):
     """A function that the model may call; tools that OpenAI runs are refused by their type."""
 
     type: Annotated[str, supports("function")]
@@ -69,6 +70,13 @@ class ResponseTool(Extensible, omit_defaults=True, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class ResponseTool(ResponseFunction, omit_defaults=True, kw_only=True):
+    """A function, or a namespace of functions, as Codex declares the tools of an MCP server."""
+
+    type: Annotated[str, supports("function", "namespace")]
+    tools: Annotated[list[ResponseFunction], Meta(max_length=MAX_TOOLS)] | None = None  # of a namespace
 
 
 class NamedResponseTool(Extensible, omit_defaults=True, kw_only=True):

@@ -1,6 +1,6 @@
 """What both translations share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import ErrorCode, RequestError
@@ -17,22 +17,26 @@ def missing(param: str) -> RequestError:
     return refuse("is missing", param)
 
 
-def with_own_names(error: RequestError, names: Mapping[str, str]) -> RequestError:
+def with_own_names(error: RequestError, names: Mapping[str, str], tools: Sequence[str] = ()) -> RequestError:
     """The same error with a field of the chat completion request under its name in the client's body.
 
     Args:
         names: the client's names by those of chat completions.
+        tools: the places of the tools of the chat completion request in the client's body, if they differ.
     """
     if error.param is None:
         return error
-    name = own_name(error.param, names)
+    name = own_name(error.param, names, tools)
     message = error.message.removeprefix(f"{error.param}: ")
     return RequestError(error.code, f"{name}: {message}", param=name, retry_after_s=error.retry_after_s)
 
 
-def own_name(param: str, names: Mapping[str, str]) -> str:
-    """The name in the client's body of a field of the chat completion request."""
+def own_name(param: str, names: Mapping[str, str], tools: Sequence[str] = ()) -> str:
+    """The name in the client's body of a field of the chat completion request; see ``with_own_names``."""
     root = param.partition("[")[0].partition(".")[0]
+    if tools and param.startswith("tools["):
+        number, _, rest = param.removeprefix("tools[").partition("]")
+        param = tools[int(number)] + rest
     if root in ("tools", "tool_choice"):
         parameters = names.get("parameters", "parameters")
         param = param.replace(".function", "").replace(".allowed_tools", "")

@@ -5,7 +5,7 @@ separate items, which become one assistant message.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,6 +13,8 @@ from common.errors import ErrorCode
 from gateway.http.protocol.decoding import refuse
 from gateway.http.protocol.fields import SamplingFields
 from gateway.http.protocol.openai import (
+    MAX_FUNCTION_NAME,
+    MAX_TOOLS,
     AllowedTools,
     ChatCompletionRequest,
     ChatMessage,
@@ -30,6 +32,7 @@ from gateway.http.protocol.responses import (
     LOGPROBS,
     InputItem,
     InputPart,
+    ResponseFunction,
     ResponsesRequest,
     ResponseTool,
     ResponseToolChoice,
@@ -88,7 +91,6 @@ def to_chat(body: ResponsesRequest, history: Sequence[InputItem]) -> ChatComplet
     messages = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     messages += to_messages(history, "previous_response_id")
     messages += to_messages(input_items(body), "input")
-    tools = None if body.tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
     reasoning = body.reasoning
     sampling = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
     has_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or [])
@@ -100,7 +102,7 @@ def to_chat(body: ResponsesRequest, history: Sequence[InputItem]) -> ChatComplet
         model=body.model,
         stream=body.stream,
         max_completion_tokens=body.max_output_tokens,
-        tools=tools,
+        tools=None if body.tools is None else _tools(body),
         tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=None if body.text is None else _response_format(body.text.format),
@@ -167,7 +169,8 @@ def without_turns(chat: ChatCompletionRequest, count: int) -> ChatCompletionRequ
 
 def _add_to_turn(turn: AssistantTurn, kind: str, item: InputItem, where: str) -> None:
     if kind == "function_call":
-        turn.call(item.call_id, item.name, item.arguments or "{}", where, id_field="call_id")
+        name = item.name and model_name(item.name, item.namespace)
+        turn.call(item.call_id, name, item.arguments or "{}", where, id_field="call_id")
     elif kind == "message":
         turn.texts += _texts(item.content, f"{where}.content")
     else:  # a client may send reasoning back in encrypted form only: then there is nothing to add
@@ -228,16 +231,67 @@ def _tool_choice(body: ResponsesRequest) -> ToolChoice | None:
     raise refuse(message, "tool_choice.type", ErrorCode.NOT_SUPPORTED)
 
 
-def _tool(tool: ResponseTool, where: str) -> ToolField:
+class Function(NamedTuple):
+    """A function that the model may call, and its place in the request."""
+
+    where: str
+    namespace: ResponseTool | None
+    tool: ResponseFunction
+
+
+def functions(body: ResponsesRequest) -> list[Function]:
+    """The functions of a request, with those of its namespaces."""
+    found = []
+    for i, tool in enumerate(body.tools or []):
+        where = f"tools[{i}]"
+        if tool.type == "namespace":
+            found += [Function(f"{where}.tools[{j}]", tool, one) for j, one in enumerate(tool.tools or [])]
+        else:
+            found.append(Function(where, None, tool))
+    return found
+
+
+def model_name(name: str, namespace: str | None) -> str:
+    """The name by which the model calls a function, in the form that Codex gives the tools of MCP servers."""
+    if namespace is None:
+        return name
+    return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def called_functions(body: ResponsesRequest) -> dict[str, tuple[str, str]]:
+    """Namespace and name of the functions in namespaces, by the names of the model."""
+    return {
+        model_name(tool.name, namespace.name): (namespace.name, tool.name)
+        for _, namespace, tool in functions(body)
+        if namespace is not None and namespace.name is not None and tool.name is not None
+    }
+
+
+def _tools(body: ResponsesRequest) -> list[ToolField]:
+    for i, tool in enumerate(body.tools or []):
+        if tool.name is None and tool.type == "namespace":
+            raise missing(f"tools[{i}].name")
+    found = functions(body)
+    if len(found) > MAX_TOOLS:
+        raise refuse(f"has {len(found)} functions together with those of namespaces, at most {MAX_TOOLS}", "tools")
+    return [_tool(tool, where, namespace) for where, namespace, tool in found]
+
+
+def _tool(tool: ResponseFunction, where: str, namespace: ResponseTool | None) -> ToolField:
     if tool.type != "function":
         message = f"{tool.type[:100]!r} is not supported; only functions are, which the client runs itself"
         raise refuse(message, f"{where}.type", ErrorCode.NOT_SUPPORTED)
     if tool.name is None:
         raise missing(f"{where}.name")
+    name, description = tool.name, tool.description
+    if namespace is not None:
+        name = model_name(tool.name, namespace.name)
+        description = description or namespace.description
+    if len(name) > MAX_FUNCTION_NAME:
+        message = f"has {len(name)} characters together with its namespace, at most {MAX_FUNCTION_NAME}"
+        raise refuse(message, f"{where}.name")
     return ToolField(
-        function=FunctionField(
-            name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-        )
+        function=FunctionField(name=name, description=description, parameters=tool.parameters, strict=tool.strict)
     )
 
 

@@ -18,6 +18,9 @@ EVENT = TypeAdapter(ResponseStreamEvent)
 TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
 
 
+CRM = {"type": "namespace", "name": "crm", "description": "Customers", "tools": TOOLS}
+
+
 @pytest.fixture
 async def stack(folder):
     async with toy_stack(folder) as running_stack:
@@ -128,6 +131,8 @@ async def test_a_budget_beyond_what_messages_can_carry_is_refused(stack):
 async def test_errors_about_tools_name_them_as_the_client_does(stack):
     tools = [{"type": "function", "name": "f"}, {"type": "function", "name": "f"}]
     assert await refused(stack, tools=tools) == (400, "tools[1].name", "invalid_request")
+    in_namespace = [*TOOLS, {"type": "namespace", "name": "n", "tools": tools}]
+    assert await refused(stack, tools=in_namespace) == (400, "tools[1].tools[1].name", "invalid_request")
     choice = {"type": "function", "name": "g"}
     assert await refused(stack, tools=TOOLS, tool_choice=choice) == (400, "tool_choice.name", "invalid_request")
 
@@ -140,6 +145,21 @@ async def test_the_client_recognises_a_missing_key(folder):
                 await client.responses.create(model="tiny", input="Hi")
             right = client.with_options(api_key="secret")
             assert (await right.responses.create(model="tiny", input="Hi")).output_text == "Hello."
+
+
+async def test_calls_of_functions_in_a_namespace_have_it_and_come_back_with_it(stack):
+    answers(stack, "[crm__add|{}][add|{}]")
+    events = await stream(stack, tools=[CRM, *TOOLS])
+    response = events[-1]["response"]
+    Response.model_validate(response)
+    calls = response["output"]
+    assert [(call.get("namespace"), call["name"]) for call in calls] == [("crm", "add"), (None, "add")]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == calls
+    assert response["tools"][0]["tools"] == response["tools"][1:]
+    answers(stack, "Done.")
+    results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "ok"} for call in calls]
+    assert text_of(await respond(stack, input=[*calls, *results], tools=[CRM, *TOOLS])) == "Done."
 
 
 # ---- stored responses ------------------------------------------------------------------------------------------------

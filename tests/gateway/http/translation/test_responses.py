@@ -37,6 +37,7 @@ def refused(**fields):
     return error.value.param, error.value.code
 
 
+LONG = {"type": "function", "name": "f" * 99}
 IMAGE = {"type": "input_image", "image_url": "x"}
 USER = {"role": "user", "content": "Hi"}
 CALL = {
@@ -174,6 +175,21 @@ def test_allowed_tools_are_those_of_chats():
     assert (allowed.mode, [tool.function.name for tool in allowed.tools]) == ("required", ["g"])
 
 
+def test_functions_of_a_namespace_have_its_name_before_theirs_and_its_description_without_their_own():
+    functions = [
+        {"type": "function", "name": "find", "strict": True},
+        {"type": "function", "name": "f", "description": "F"},
+    ]
+    crm = {"type": "namespace", "name": "crm", "description": "Customers", "tools": functions}
+    of_server = {"type": "namespace", "name": "mcp__files__", "tools": functions[1:]}
+    call = {**CALL, "name": "find", "namespace": "crm"}
+    chat = chat_of(tools=[crm, functions[1], of_server], input=[USER, call])
+    assert [(tool.function.name, tool.function.description, tool.function.strict) for tool in chat.tools] == [
+        ("crm__find", "Customers", True), ("crm__f", "F", None), ("f", "F", None), ("mcp__files__f", "F", None),
+    ]  # fmt: skip
+    assert chat.messages[1].tool_calls[0].function.name == "crm__find"
+
+
 @pytest.mark.parametrize("text", [None, {}, {"format": None}])
 def test_without_a_format_the_answer_is_free(text):
     assert chat_of(text=text).response_format is None
@@ -184,6 +200,7 @@ def test_without_a_format_the_answer_is_free(text):
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "mcp", "server_label": "s"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type"),
         ({"input": [USER, {"type": "computer_call_output", "call_id": "c"}]}, "input[1].type"),
@@ -208,6 +225,10 @@ def test_what_is_not_supported_is_refused_by_name(fields, param):
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n" * 99, "tools": [LONG]}]}, "tools[0].tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": n, "tools": [LONG] * 65} for n in "ab"]}, "tools"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function"}]}}, "tool_choice.tools[0].name"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
