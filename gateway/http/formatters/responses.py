@@ -316,7 +316,7 @@ def _head(model: str, body: ResponsesRequest, request_id: str, *, is_stored: boo
         "store": is_stored,
         "text": {"format": msgspec.to_builtins(text.format or TextFormat(type="text"))},
         "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
-        "tools": [_shown_tool(tool) for tool in body.tools or []],
+        "tools": [_shown_tool(tool) for tool in body.tools or [] if not tool.is_ignored],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
     }

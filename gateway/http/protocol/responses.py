@@ -75,8 +75,13 @@ class ResponseFunction(Extensible, omit_defaults=True, kw_only=True):
 class ResponseTool(ResponseFunction, omit_defaults=True, kw_only=True):
     """A function, or a namespace of functions, as Codex declares the tools of an MCP server."""
 
-    type: Annotated[str, supports("function", "namespace")]
+    type: Annotated[str, supports("function", "namespace", "web_search")]
     tools: Annotated[list[ResponseFunction], Meta(max_length=MAX_TOOLS)] | None = None  # of a namespace
+
+    @property
+    def is_ignored(self) -> bool:
+        """Whether the model does not see it: Codex offers OpenAI's search of the web in all its requests."""
+        return self.type.startswith("web_search")  # there are forms with dates
 
 
 class NamedResponseTool(Extensible, omit_defaults=True, kw_only=True):
@@ -150,4 +155,5 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     conversation: Refused = None
 
     def values_without_effect(self) -> list[str]:
-        return [f"include.{value}" for value in self.include or [] if value != LOGPROBS]
+        values = [f"include.{value}" for value in self.include or [] if value != LOGPROBS]
+        return values + [f"tools.{tool.type[:100]}" for tool in self.tools or [] if tool.is_ignored]

@@ -246,7 +246,7 @@ def functions(body: ResponsesRequest) -> list[Function]:
         where = f"tools[{i}]"
         if tool.type == "namespace":
             found += [Function(f"{where}.tools[{j}]", tool, one) for j, one in enumerate(tool.tools or [])]
-        else:
+        elif not tool.is_ignored:
             found.append(Function(where, None, tool))
     return found
 

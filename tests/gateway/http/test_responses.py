@@ -119,7 +119,7 @@ async def test_errors_carry_the_names_of_this_api(stack):
     assert await refused(stack, input=[]) == (400, "input", "invalid_request")
     assert await refused(stack, model="other") == (404, "model", "model_not_found")
     assert await refused(stack, background=True) == (400, "background", "not_supported")
-    assert await refused(stack, tools=[{"type": "web_search"}]) == (400, "tools[0].type", "not_supported")
+    assert await refused(stack, tools=[{"type": "file_search"}]) == (400, "tools[0].type", "not_supported")
     assert await refused(stack, unknown=1) == (400, "unknown", "invalid_request")
 
 

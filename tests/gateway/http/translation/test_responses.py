@@ -198,7 +198,7 @@ def test_without_a_format_the_answer_is_free(text):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
         ({"tools": [{"type": "mcp", "server_label": "s"}]}, "tools[0].type"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
@@ -249,11 +249,13 @@ def test_values_and_fields_without_effect_are_named_or_refused():
     body = {
         "input": "Hi", "stream": True, "max_tool_calls": 3, "stream_options": {"include_obfuscation": True},
         "include": ["message.output_text.logprobs", "reasoning.encrypted_content", "x\r\ny"],
+        "tools": [{"type": "web_search"}, {"type": "function", "name": "f"}],
     }  # fmt: skip
-    _, ignored = decode_with_extras(ResponsesRequest, json.dumps(body).encode())
+    decoded, ignored = decode_with_extras(ResponsesRequest, json.dumps(body).encode())
+    assert [tool.function.name for tool in to_chat(decoded, []).tools] == ["f"]
     expected = ("max_tool_calls", "stream_options.include_obfuscation", "include.reasoning.encrypted_content")
-    assert ignored == (*expected, "include.x__y")
-    for field in ("max_tool_calls", "stream_options", "include"):
+    assert ignored == (*expected, "include.x__y", "tools.web_search")
+    for field in ("max_tool_calls", "stream_options", "include", "tools"):
         given = {"input": "Hi", "stream": True, field: body[field]}
         with pytest.raises(RequestError) as caught:
             decode_with_extras(ResponsesRequest, json.dumps(given).encode(), are_refused=True)
