@@ -15,6 +15,7 @@ from support.engine.reference_models import LLAMA3_ROPE, make_model
 from common.cache.page_layout import PageLayout
 from common.engine.executor import load_executor
 from common.engine.models.config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
+from common.engine.models.implementation import ModelSource, load_config
 from common.engine.models.layers import inverse_frequencies
 from common.errors import ConfigError, UnsupportedModelError
 
@@ -159,6 +160,12 @@ def test_a_generation_default_that_is_no_number_is_refused_by_key(folder: Path, 
     rewrite(folder, "generation_config.json", top_p=value)
     with pytest.raises(ConfigError, match=r"generation_config\.json: top_p should be a number, not"):
         load(folder)
+
+
+def test_no_model_of_the_library_is_made_with_an_impossible_number_of_layers(folder: Path) -> None:
+    rewrite(folder, num_hidden_layers=10**30)
+    with pytest.raises(ConfigError, match="num_hidden_layers should be a positive integer up to 10000"):
+        load_config(ModelSource(str(folder), implementation="transformers"))
 
 
 def test_weights_of_the_wrong_shape_are_refused_before_they_take_memory(folder: Path) -> None:
@@ -398,7 +405,7 @@ def test_page_tables_that_do_not_fit_are_refused_by_flag(folder: Path, monkeypat
         raise MemoryError
 
     monkeypatch.setattr("common.engine.executor.np.zeros", full)
-    with pytest.raises(ConfigError, match="page tables of 1 requests of 1024 tokens do not fit.*--context-length"):
+    with pytest.raises(ConfigError, match="--context-length 1024: page tables do not fit into memory"):
         executor(folder)
 
 
