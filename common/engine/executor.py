@@ -535,8 +535,9 @@ def load_executor(
     try:
         return TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars, ranks=ranks)
     except MemoryError as error:
-        tables = f"the page tables of {num_slots} requests of {config.context_length} tokens"
-        raise ConfigError(f"{tables} do not fit into memory: lower --context-length or --max-running-requests") from error
+        raise ConfigError(
+            f"--context-length {config.context_length}: page tables do not fit into memory; lower it"
+        ) from error
 
 
 def check_device(name: str) -> torch.device:

@@ -137,6 +137,6 @@ class Numbers:
         given = self._config.get(key)
         value: Any = default if given is None else given
         if type(value) not in kinds or not 0 < value <= most:
-            limit = f" up to {most:g}" if type(value) in kinds and value > most else ""
+            limit = f" up to {most:.10g}" if type(value) in kinds and value > most else ""
             raise ConfigError(f"{self._folder}/config.json: {key} should be {what}{limit}, not {value!r}")
         return value

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from common.engine.models.base_config import LENGTH_DEPENDENT_ROPE, BaseModelConfig, LayerAttention
-from common.engine.models.checkpoints.checkpoint import MAX_LAYERS, Numbers, StoredTensor, locate, read_json, stored_tensors
+from common.engine.models.checkpoints.checkpoint import (
+    MAX_LAYERS,
+    Numbers,
+    StoredTensor,
+    locate,
+    read_json,
+    stored_tensors,
+)
 from common.engine.models.checkpoints.quantized.config import CheckpointQuantization, parse_quantization
 from common.engine.models.config import digest_of, eos_token_ids, generation_defaults, main_dtype, named_dtype
 from common.errors import ConfigError, UnsupportedModelError, needs_extra
@@ -136,7 +143,7 @@ class TransformersConfig(BaseModelConfig):
         overrides = overrides or {}
         stored = {**read_json(folder / "config.json"), **overrides}
         generation = read_json(folder / "generation_config.json", required=False)
-        Numbers(stored, folder).positive("num_hidden_layers", 1, most=MAX_LAYERS)  # before it is made on the meta device
+        Numbers(stored, folder).positive("num_hidden_layers", 1, most=MAX_LAYERS)  # the library makes all of them
         tensors = None if has_dummy_weights else stored_tensors(folder)
         if trust_remote_code:
             _warn_of_code("AutoConfig", stored.get("auto_map"), folder)
