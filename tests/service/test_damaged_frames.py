@@ -18,12 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.kv.frame_damage import Change, changes, mangled
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer
 from support.kv.raw_tcp_peer import offer as offer_tcp
 from support.kv.shm_ends import attach as attach_shm
 from support.kv.shm_ends import offer as offer_shm
 from support.kv.transport_ends import End
 from support.service.fork_server import ForkServer
+from support.waiting import until
 
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (

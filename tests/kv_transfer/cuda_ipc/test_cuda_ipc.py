@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.kv.fake_cuda import DeviceStore, use_fake_driver
 from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
-from support.kv.transport_ends import End, digests, join, ship, until
+from support.kv.transport_ends import End, digests, join, ship
 from support.kv.transport_process import LAYOUT, NUM_PAGES, page_content
+from support.waiting import until
 
 from common.config.node import NodeConfig
 from common.errors import ConfigError

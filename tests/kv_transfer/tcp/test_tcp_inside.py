@@ -19,8 +19,8 @@ from support.kv.raw_tcp_peer import (
     RawTcpPeer,
     join,
     offer,
-    until,
 )
+from support.waiting import until
 
 from kv_transfer.page_mapping import PageMapping
 from kv_transfer.page_slices import PageSlice
