@@ -7,8 +7,7 @@ from common.sampling_params import SamplingParams, TokenLogprobs
 from common.stage_spans import StageLog
 
 if TYPE_CHECKING:
-    from common.cache.prefix_watch import PrefixWatch
-    from common.cache.tree_node import TreeNode
+    from common.cache.tree_node import PrefixWatch, TreeNode
 
 #: Request id and attempt; an attempt is one try on one pair of nodes.
 RequestKey = tuple[str, int]

@@ -13,8 +13,9 @@ from enum import Enum, auto
 
 from common.cache.kv_window import KVWindow
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import Match, Pending, RadixCache, TreeNode
+from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import packed_tokens
+from common.cache.tree_node import Match, Pending, TreeNode
 from common.errors import invariant
 from common.request import Request, RequestKey
 from common.scheduling.victim_selection import has_room

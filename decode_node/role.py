@@ -273,12 +273,9 @@ class DecodeRole:
             elif isinstance(effect, SamplingFailed):
                 self._fail(effect.request, ErrorCode.INVALID_REQUEST, effect.message, now)
             else:
-                request = effect.request
-                message = (
-                    f"the pool of {self._allocator.num_pages} pages cannot hold {request.num_tokens} tokens and one"
-                )
-                message += " more (--max-total-tokens of the decode node)"
-                self._fail(request, ErrorCode.OUT_OF_PAGES, message, now)
+                too_many = f"{effect.request.num_tokens} tokens and one more (--max-total-tokens of the decode node)"
+                message = f"the pool of {self._allocator.num_pages} pages cannot hold {too_many}"
+                self._fail(effect.request, ErrorCode.OUT_OF_PAGES, message, now)
 
     def _generate(self, message: Generate, now: float) -> None:
         request = request_to_decode(message, now)

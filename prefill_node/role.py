@@ -183,7 +183,8 @@ class PrefillRole:
             request = self._scheduler.requests[release.key]
             was_closing = self._scheduler.is_closing(release.key)
             self._scheduler.release(release.key)
-            is_resumed = self._resumed.pop(release.key, release) is None
+            is_resumed = release.key in self._resumed
+            self._resumed.pop(release.key, None)
             if not (release.ok or was_closing or is_resumed or release.is_told):
                 self._answer_failure(request.key, release.code, release.reason)
         self.outbox.grammars += self._scheduler.grammars.take_effects()
@@ -249,9 +250,7 @@ class PrefillRole:
             self.stats.first_token(request, now)
             if first.finish:
                 self.stats.finished(request, first.finish, now)
-            self.outbox.gateway.append(
-                Spans(*request.key, tuple(request.stages.take_prefill(request.received_at, now)))
-            )
+            self._send_stages(request, now)
             self.outbox.gateway.append(first_token_message(request, first.token, first.logprobs, first.finish))
         if first.finish:
             self._close(request.key, "finished")
@@ -298,9 +297,11 @@ class PrefillRole:
     def _report_stages(self, request: Request, now: float) -> None:
         """Tell the gateway where a request that ends before its first token has spent its time."""
         if not self._scheduler.has_first_token(request.key) and not is_recomputed(request):
-            self.outbox.gateway.append(
-                Spans(*request.key, tuple(request.stages.take_prefill(request.received_at, now)))
-            )
+            self._send_stages(request, now)
+
+    def _send_stages(self, request: Request, now: float) -> None:
+        spans = request.stages.take_prefill(request.received_at, now)
+        self.outbox.gateway.append(Spans(*request.key, tuple(spans)))
 
     def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
         self._totals["interrupted_requests" if code in RECOVERABLE else "failed_requests"] += 1

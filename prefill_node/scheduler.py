@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 from common.cache.kv_window import KVWindow
 from common.cache.page_allocator import PageAllocator
-from common.cache.radix_cache import RadixCache, TreeNode
+from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import cache_computed, packed_tokens, release
+from common.cache.tree_node import TreeNode
 from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish, finish_reason

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from common.cache.tree_node import TOKEN_BYTES, PrefixWatch, TokenKey, TreeNode
 from common.errors import invariant
 
-__all__ = ["PrefixWatch", "WatchIndex"]
-
 
 class WatchIndex:
     """The watches of one tree.

@@ -26,11 +26,9 @@ import numpy as np
 
 from common.cache.eviction import EvictionPolicy, EvictionQueue
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.prefix_watch import PrefixWatch, WatchIndex
-from common.cache.tree_node import TOKEN_BYTES, Inserted, Match, Pending, TokenKey, TreeNode, pack
+from common.cache.prefix_watch import WatchIndex
+from common.cache.tree_node import TOKEN_BYTES, Inserted, Match, Pending, PrefixWatch, TokenKey, TreeNode, pack
 from common.errors import invariant
-
-__all__ = ["TOKEN_BYTES", "Inserted", "Match", "Pending", "RadixCache", "TokenKey", "TreeNode", "pack"]
 
 
 class RadixCache:

@@ -6,7 +6,8 @@ that are not full yet, and duplicates of pages that the cache already had. A req
 """
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import TOKEN_BYTES, Inserted, RadixCache, TokenKey, pack
+from common.cache.radix_cache import RadixCache
+from common.cache.tree_node import TOKEN_BYTES, Inserted, TokenKey, pack
 from common.cache.window_pages import WindowPages
 from common.request import Request
 

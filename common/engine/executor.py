@@ -25,7 +25,7 @@ from torch import Tensor
 from common.cache.window_pages import LayerGroups
 from common.config.shared import WeightDtype
 from common.engine.attention import log_choice, make_attention, resolve_attention
-from common.engine.attention.protocol import AttentionBackend, GraphSafeAttention, planned_params
+from common.engine.attention.protocol import AttentionBackend, GraphSafeAttention
 from common.engine.batch import RowArrays, make_batch
 from common.engine.cuda_graphs import DecodeGraphs, DecodeInputs, GraphRunner
 from common.engine.device_copies import HostCopies, current_device, to_device
@@ -515,7 +515,7 @@ def load_executor(
     layout = config.layout(page_size, dtype, kv_cache_dtype)
     layout = layout.of_heads(len(shard.kv_heads(layout.num_kv_heads)))
     log_choice(attention, place, layout)
-    attention = resolve_attention(attention, place, layout, planned_params(config.layers))
+    attention = resolve_attention(attention, place, layout)
     if (attention, place.type, dtype, layout.dtype) == ("triton", "cuda", "float32", "fp8_e4m3"):
         raise ConfigError("--kv-cache-dtype fp8: triton computes FP8 pages in 16 bits; give --dtype bfloat16, or torch")
     try:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import RadixCache, TokenKey, pack
+from common.cache.radix_cache import RadixCache
+from common.cache.tree_node import TokenKey, pack
 from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.cache.kv_window import UNBOUNDED
-from common.cache.radix_cache import TreeNode
+from common.cache.tree_node import TreeNode
 from common.request import Request
 
 

@@ -12,8 +12,9 @@ few values of n occur: one for each number of cached pages up to the limit.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from common.cache.radix_cache import TOKEN_BYTES, RadixCache, TokenKey
+from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import adds_to_cache, packed_tokens
+from common.cache.tree_node import TOKEN_BYTES, TokenKey
 from common.request import Request
 from common.scheduling.new_token_ratio import count_from_environ
 

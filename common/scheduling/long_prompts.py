@@ -22,7 +22,7 @@ and none waits for pages that another one holds.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from common.cache.radix_cache import TOKEN_BYTES
+from common.cache.tree_node import TOKEN_BYTES
 from common.request import Request, RequestKey
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import PrefillAdder, PrefillLimits

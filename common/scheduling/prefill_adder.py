@@ -21,8 +21,9 @@ from enum import Enum, auto
 
 from common.cache.kv_window import KVWindow, ring_table
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import Match, RadixCache, TreeNode
+from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import adds_to_cache, packed_tokens
+from common.cache.tree_node import Match, TreeNode
 from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within

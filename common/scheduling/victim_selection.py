@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from common.cache.page_allocator import PageAllocator
-from common.cache.radix_cache import RadixCache, TreeNode
+from common.cache.radix_cache import RadixCache
+from common.cache.tree_node import TreeNode
 from common.request import Request
 
 

@@ -92,7 +92,7 @@ class Retries:
                 if request is None or (best is not None and len(best.tokens) >= len(output.tokens)):
                     continue
                 if output.tokens:
-                    model.pool.router.cached(request.prompt, request.salt, incarnation)
+                    model.pool.router.note_cached(request.prompt, request.salt, incarnation)
                 found[output.key] = output
         return found
 

@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support.service.processes import ROOT, descendants, environment
+from support.waiting import until
 
 from scripts.chaos_harness.answers import Answer, Output
 from scripts.chaos_harness.config import ChaosConfig
@@ -52,10 +52,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert process.wait(120) == 130
     process.stdout.close()
     assert len(children) == 6
-    ends = time.monotonic() + 60
-    while any(os.path.exists(f"/proc/{pid}") for pid in children):
-        assert time.monotonic() < ends
-        time.sleep(0.05)
+    until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children))
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".log")] == []
 
 

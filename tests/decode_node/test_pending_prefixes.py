@@ -4,7 +4,8 @@ from support.scheduling.single_nodes import PAGE, DecodeNode
 
 from common.cache.kv_window import KVWindow
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import RadixCache, pack
+from common.cache.radix_cache import RadixCache
+from common.cache.tree_node import pack
 from common.config.scheduling import PriorityRules
 from common.request import Request
 from common.sampling_params import SamplingParams

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from support.gateway.fake_nodes import BODY, FakeNode, error_of, events, running, silent, start_request
+from support.gateway.fake_nodes import BODY, FakeNode, error_of, events, running, start_request
 
 
 async def test_nodes_register_again_with_a_restarted_gateway(folder):
@@ -20,8 +20,7 @@ async def test_nodes_register_again_with_a_restarted_gateway(folder):
 
 async def test_a_stop_ends_requests_in_flight_and_aborts_them_on_the_nodes(folder):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair()
-        prefill.on_generate = decode.on_generate = silent
+        prefill, _ = await stack.silent_pair()
         plain, plain_rid = await start_request(stack)
         stream, stream_rid = await start_request(stack, {**BODY, "stream": True})
         prefill.tokens(stream_rid, 0, (65,))
@@ -43,8 +42,7 @@ async def _noop():
 
 async def test_requests_may_finish_while_the_gateway_stops(folder):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair()
-        prefill.on_generate = decode.on_generate = silent
+        prefill, _ = await stack.silent_pair()
         call, rid = await start_request(stack)
         stopping = asyncio.ensure_future(stack.gateway.stop())
         await asyncio.sleep(0.1)

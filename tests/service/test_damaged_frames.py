@@ -18,12 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.kv.frame_damage import Change, changes, mangled
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
-from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer
 from support.kv.raw_tcp_peer import offer as offer_tcp
 from support.kv.shm_ends import attach as attach_shm
 from support.kv.shm_ends import offer as offer_shm
 from support.kv.transport_ends import End
 from support.service.fork_server import ForkServer
+from support.waiting import until
 
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (
@@ -53,13 +54,25 @@ from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, PAGE_FRAME_B
 # ---- TCP ------------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def tcp_reader() -> Iterator[tuple[MemfdStore, TcpReader, RawTcpPeer, RawTcpPeer]]:
+    """A pool, its reader, and two peers of it."""
+    store = MemfdStore(NUM_PAGES)
+    reader = TcpReader(store, key=KEY, num_connections=1)
+    peers = RawTcpPeer(reader), RawTcpPeer(reader)
+    try:
+        yield store, reader, *peers
+    finally:
+        for peer in peers:
+            peer.connection.close()
+        reader.close()
+        store.close()
+
+
 @settings(max_examples=60, deadline=None)
 @given(changes=changes)
 def test_a_mangled_stream_of_pages_touches_no_page_that_is_not_allowed(changes: list[Change]) -> None:
-    store = MemfdStore(NUM_PAGES)
-    reader = TcpReader(store, key=KEY, num_connections=1)
-    raw_peer, again = RawTcpPeer(reader), RawTcpPeer(reader)
-    try:
+    with tcp_reader() as (store, reader, raw_peer, again):
         assert len(raw_peer.handshake(offer_tcp(reader))) == 32
         reader.allow(PREFILL, 1, range(4))
         frames = [raw_peer.header(page, number=page) + bytes([page + 10]) * SIZE for page in range(6)]
@@ -73,20 +86,12 @@ def test_a_mangled_stream_of_pages_touches_no_page_that_is_not_allowed(changes: 
         reader.allow(PREFILL, 2, [7])
         again.page(7, 99)
         assert again.answer() == (1, 7)
-    finally:
-        raw_peer.connection.close()
-        again.connection.close()
-        reader.close()
-        store.close()
 
 
 @settings(max_examples=60, deadline=None)
 @given(changes=changes)
 def test_a_mangled_handshake_is_never_accepted(changes: list[Change]) -> None:
-    store = MemfdStore(NUM_PAGES)
-    reader = TcpReader(store, key=KEY, num_connections=1)
-    raw_peer, again = RawTcpPeer(reader), RawTcpPeer(reader)
-    try:
+    with tcp_reader() as (_, reader, raw_peer, again):
         connect = offer_tcp(reader)
         token = bytes.fromhex(connect.endpoint.split(":")[2])
         hello = HELLO.pack(MAGIC, 0, 1, token, b"n" * 32)
@@ -99,11 +104,6 @@ def test_a_mangled_handshake_is_never_accepted(changes: list[Change]) -> None:
                 raw_peer.turn()
                 assert not reader._offers[PREFILL].threads
         assert len(again.handshake(offer_tcp(reader, 2))) == 32
-    finally:
-        raw_peer.connection.close()
-        again.connection.close()
-        reader.close()
-        store.close()
 
 
 @settings(max_examples=60, deadline=None)

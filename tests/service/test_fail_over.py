@@ -116,31 +116,19 @@ async def test_transfers_go_on_by_tcp_when_nixl_breaks_and_the_pair_returns_to_i
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-async def test_transfers_go_on_by_tcp_when_the_packets_of_nixl_are_lost_silently(service: ChaosService) -> None:
-    hosts = service.hosts
-    assert hosts is not None
-    await generate(service, 0)
-    assert carriers(service) == ["nixl"], service.log_tail()
-    data_port = service.nodes[PREFILL].data_port
-    disturbed = await generate_disturbed(service, lambda: hosts.silence(DECODE, PREFILL, spared_port=data_port))
-    await generate_until_attached(service, 2, seed=100)
-    assert carriers(service)[:2] == ["nixl", "tcp"], service.log_tail()
-    assert "are silent, and are shut down" in service.nodes[PREFILL].log.read_text(), service.log_tail()
-    assert await generate_again(service) == disturbed
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-@pytest.mark.parametrize("transport", ["tcp"])
-async def test_transfers_go_on_by_new_connections_when_the_packets_of_tcp_are_lost_silently(
-    service: ChaosService,
+@pytest.mark.parametrize(
+    ("transport", "first", "said"), [("auto", "nixl", "are silent, and are shut down"), ("tcp", "tcp", LOST)]
+)
+async def test_transfers_go_on_by_tcp_when_packets_are_lost_silently(
+    service: ChaosService, first: str, said: str
 ) -> None:
     hosts = service.hosts
     assert hosts is not None
     await generate(service, 0)
-    assert carriers(service) == ["tcp"], service.log_tail()
+    assert carriers(service) == [first], service.log_tail()
     data_port = service.nodes[PREFILL].data_port
     disturbed = await generate_disturbed(service, lambda: hosts.silence(DECODE, PREFILL, spared_port=data_port))
     await generate_until_attached(service, 2, seed=100)
-    assert carriers(service)[:2] == ["tcp", "tcp"], service.log_tail()
-    assert LOST in "".join(service.nodes[name].log.read_text() for name in (PREFILL, DECODE)), service.log_tail()
+    assert carriers(service)[:2] == [first, "tcp"], service.log_tail()
+    assert said in "".join(service.nodes[name].log.read_text() for name in (PREFILL, DECODE)), service.log_tail()
     assert await generate_again(service) == disturbed

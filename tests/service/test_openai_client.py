@@ -4,7 +4,6 @@ import asyncio
 import http.client
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 from support.service.service import Service, running
+from support.waiting import until
 
 QUESTION = [{"role": "user", "content": "Speak, Romeo."}]
 
@@ -255,7 +255,4 @@ def num_refusals(service: Service, reason: str) -> float:
 
 
 def wait_for_refusal(service: Service, before: float, reason: str) -> None:
-    ends = time.monotonic() + 120
-    while num_refusals(service, reason) <= before:
-        assert time.monotonic() < ends
-        time.sleep(0.02)
+    until(lambda: num_refusals(service, reason) > before, timeout_s=120)

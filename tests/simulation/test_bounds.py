@@ -22,7 +22,6 @@ from scripts.simulator.costs import Costs
 PAGE, CHUNK = 4, 32
 STEP_S, TOKEN_S, MESSAGE_S = 0.01, 0.001, 0.001
 COSTS = Costs(STEP_S, TOKEN_S, TOKEN_S, 0.0, MESSAGE_S, 0.0, 1e12)
-ROOMY = NodeLimits(prefill_pages=4_000, decode_pages=4_000, page_size=PAGE, chunk_tokens=CHUNK, max_running=400)
 
 
 def unlike(number: int, length: int) -> tuple[int, ...]:

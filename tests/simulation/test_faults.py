@@ -10,6 +10,7 @@ from common.errors import ConfigError
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.faults import FAULT_NAMES
+from scripts.simulator.service.node import Node
 from scripts.simulator.simulation import Simulation
 
 TIMEOUT_S = 5.0
@@ -38,12 +39,17 @@ def test_a_node_that_hangs_goes_on_where_it_stopped() -> None:
     assert_all_are_exact(service, 1)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_requests_of_a_node_that_hangs_for_long_continue_elsewhere(role: str) -> None:
+def busy_service(role: str) -> tuple[SimulatedService, Node]:
+    """A service with six requests, and one of its nodes."""
     service = SimulatedService(2, 2)
     for number in range(6):
         service.submit(f"r{number}", prompt_of(30, number), 20, at=0.01 * number)
-    node = next(node for node in service.cluster.nodes.values() if node.kind == role)
+    return service, service.cluster.of(role)[0]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_requests_of_a_node_that_hangs_for_long_continue_elsewhere(role: str) -> None:
+    service, node = busy_service(role)
     service.events.at(0.06, lambda: service.cluster.hang(node, 9.0, node_timeout_s=TIMEOUT_S))
     service.submit("later", prompt_of(10, 9), 5, at=20.0)
     service.run()
@@ -69,10 +75,7 @@ def test_two_nodes_that_are_cut_off_for_a_while_work_together_again(seconds: flo
 def test_requests_of_a_node_that_is_cut_off_from_all_others_wait_or_continue_elsewhere(
     role: str, seconds: float
 ) -> None:
-    service = SimulatedService(2, 2)
-    for number in range(6):
-        service.submit(f"r{number}", prompt_of(30, number), 20, at=0.01 * number)
-    node = next(node for node in service.cluster.nodes.values() if node.kind == role)
+    service, node = busy_service(role)
     service.events.at(0.06, lambda: service.cluster.cut_off(node, seconds, node_timeout_s=TIMEOUT_S))
     service.submit("later", prompt_of(10, 9), 5, at=20.0)
     service.run()
@@ -83,10 +86,7 @@ def test_requests_of_a_node_that_is_cut_off_from_all_others_wait_or_continue_els
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_the_requests_of_a_node_that_drains_end_without_a_recovery(role: str) -> None:
-    service = SimulatedService(2, 2)
-    for number in range(6):
-        service.submit(f"r{number}", prompt_of(30, number), 20, at=0.01 * number)
-    node = next(node for node in service.cluster.nodes.values() if node.kind == role)
+    service, node = busy_service(role)
     gone: list[float] = []
     service.events.at(0.2, lambda: service.cluster.drain(node, lambda: gone.append(service.events.now())))
     service.run()

@@ -76,7 +76,7 @@ class History:
             max_queued=max_queued,
             policy=policy,
             options=SchedulingOptions(schedule_policy=policy, tenant_shares=("a:3",) if policy == "fair" else ()),
-            rules=self._rules(policy),
+            rules=self._rules(),
             is_cached=random.random() < 0.85,
             stream_interval=random.choice([1, 1, 3]),
             resume_tokens=random.choice([None, 0, 3, 12]),
@@ -111,7 +111,7 @@ class History:
         kinds: Any = ["drop", "duplicate", "reorder", "delay", "partition"] + ["corrupt"] * self.wants_checksums
         return {random.randint(0, 120): Fault(random.choice(kinds), random.randint(1, 6)) for _ in range(8)}
 
-    def _rules(self, policy: str) -> PriorityRules | None:
+    def _rules(self) -> PriorityRules | None:
         random = self.random
         if random.random() < 0.3:
             return None

@@ -51,12 +51,11 @@ MAX_FLASH_HEAD_DIM = 256
 GRAPH_SAFE = ("triton", "flash-attn")
 
 
-def resolve_attention(name: str, device: torch.device, layout: PageLayout, params: LayerParams = ()) -> str:
+def resolve_attention(name: str, device: torch.device, layout: PageLayout) -> str:
     """Return the name of a backend for pools of this layout on this device; ``auto`` picks the fastest.
 
     Raises:
-        ConfigError: the backend is unknown, is not installed, does not run on this device or lacks something that the
-            layout or the parameters of the layers need.
+        ConfigError: the backend is unknown, is not installed, does not run on this device or cannot read the layout.
     """
     if name == "auto":
         if device.type == "cpu":
@@ -64,7 +63,7 @@ def resolve_attention(name: str, device: torch.device, layout: PageLayout, param
         name = "triton" if find_spec("triton") else "torch"
     if name not in BACKENDS:
         raise ConfigError(f"--attention-backend {name}: unknown; give auto, {', '.join(BACKENDS)}")
-    reason = _conflict(name, device, layout, params)
+    reason = _conflict(name, device, layout)
     if reason:
         raise ConfigError(f"--attention-backend {name}: {reason}")
     return name
@@ -76,7 +75,7 @@ def log_choice(name: str, device: torch.device, layout: PageLayout) -> None:
         log.info("--attention-backend auto is torch here: cpu %s", reason.partition(":")[0])
 
 
-def _conflict(name: str, device: torch.device, layout: PageLayout, params: LayerParams) -> str:
+def _conflict(name: str, device: torch.device, layout: PageLayout) -> str:
     """Return why a backend cannot serve, with the fix; empty if it can."""
     is_cpu = device.type == "cpu"
     if name == "cpu":
@@ -142,5 +141,5 @@ def make_attention(name: str, pool: KVPool, num_heads: int, params: LayerParams 
     if params is None:
         params = (AttentionParams(),) * pool.num_layers
     assert len(params) == pool.num_layers
-    backend = BACKENDS[resolve_attention(name, pool.device, pool.layout, params)](pool, num_heads, params)
+    backend = BACKENDS[resolve_attention(name, pool.device, pool.layout)](pool, num_heads, params)
     return backend if pool.groups is None else GroupedAttention(backend, pool.groups.windowed)

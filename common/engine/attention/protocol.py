@@ -15,7 +15,6 @@ from torch import Tensor
 from common.engine.attention.scaled_formats import dequantize, quantize
 from common.engine.batch import DecodeRows, StepBatch
 from common.engine.kv_pool import LayerKV
-from common.engine.models.base_config import LayerAttention
 
 Pair = tuple[Tensor, Tensor]
 
@@ -52,14 +51,6 @@ class AttentionParams:
 
 #: The parameters of each layer; an entry for every layer of the pool.
 LayerParams = Sequence[AttentionParams]
-
-
-def planned_params(layers: Sequence[LayerAttention]) -> LayerParams:
-    """Return the parameters of layers whose weights are not loaded; sinks are there, but empty."""
-    no_sinks = torch.empty(0)
-    return [
-        AttentionParams(one.scale, one.window, one.soft_cap, None if one.sinks is None else no_sinks) for one in layers
-    ]
 
 
 class StepAttention(Protocol):

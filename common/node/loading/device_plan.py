@@ -38,9 +38,8 @@ def graph_conflict(config: NodeConfig, model: BaseModelConfig, layout: PageLayou
     import torch
 
     from common.engine.attention import GRAPH_SAFE, resolve_attention
-    from common.engine.attention.protocol import planned_params
 
-    attention = resolve_attention(config.attention_backend, torch.device(device), layout, planned_params(model.layers))
+    attention = resolve_attention(config.attention_backend, torch.device(device), layout)
     if attention not in GRAPH_SAFE:
         return (
             f"--attention-backend {attention} runs every step eagerly; give {' or '.join(GRAPH_SAFE)}, or leave it out"

@@ -294,7 +294,6 @@ def _load_message(config: NodeConfig, model: "BaseModelConfig", device: str, num
     import torch
 
     from common.engine.attention import resolve_attention
-    from common.engine.attention.protocol import planned_params
 
     dtype = model.resolve_dtype(config.dtype)
     layout = model.layout(config.page_size, dtype, config.kv_cache_dtype)
@@ -311,9 +310,7 @@ def _load_message(config: NodeConfig, model: "BaseModelConfig", device: str, num
         implementation=model.implementation,
         overrides=config.overrides,
         trust_remote_code=config.trust_remote_code,
-        attention=resolve_attention(
-            config.attention_backend, torch.device(device), layout, planned_params(model.layers)
-        ),
+        attention=resolve_attention(config.attention_backend, torch.device(device), layout),
         page_size=config.page_size,
         num_threads=num_threads,
         log_level=config.log_level,

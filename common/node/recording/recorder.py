@@ -173,7 +173,6 @@ class RecordedRole:
         self.outbox = role.outbox
         self.stats = role.stats
         self._role = role
-        self._recorder = recorder
         self._note = recorder.note
 
     def __getattr__(self, name: str) -> Any:

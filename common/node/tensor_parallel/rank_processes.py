@@ -105,12 +105,7 @@ class RankProcesses:
         module: the main module of the others.
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        *,
-        module: str = "common.node.tensor_parallel.rank_main",
-    ) -> None:
+    def __init__(self, num_ranks: int, *, module: str = "common.node.tensor_parallel.rank_main") -> None:
         self.num_ranks = num_ranks
         self._module = module
         self._others: list[_RankProcess] = []

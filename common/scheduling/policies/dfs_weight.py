@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.cache.radix_cache import TreeNode
+from common.cache.tree_node import TreeNode
 from common.request import Request
 from common.scheduling.policies.base import Policy
 

@@ -174,7 +174,7 @@ class ToolParser(IncrementalParser):
         """
         if not (yield from self._literal("{", self._hold)):
             raise NotACall
-        reader = _CallObject(self._tools)
+        reader = _CallObject()
         while True:
             sink = drop if reader.has_begun else self._hold
             yield from self._run(_OBJECT_SEPARATORS, sink)
@@ -245,7 +245,7 @@ class ToolParser(IncrementalParser):
 class _CallObject:
     """What was read of a call that is a JSON object."""
 
-    def __init__(self, tools: Mapping[str, Tool]) -> None:
+    def __init__(self) -> None:
         self.has_begun = False
         self.has_arguments = False
         self.held_arguments = ""

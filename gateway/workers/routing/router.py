@@ -159,12 +159,12 @@ class Router:
             now: the instant, by which nodes have computed a part of what they were given.
         """
         num_prompt = len(prompt)
-        num_hold = num_prompt + (min(num_expected, num_new) or num_new)
-        is_always = is_local or self._local_prefill == "always"
+        num_hold = num_prompt + _output_to_hold(num_new, num_expected)
+        is_local_only = is_local or self._local_prefill == "always"
         group = self._group(prefills, decodes)
         if among != ALL_NODES:
             group = self._narrowed(group, among)
-        able = self._able(group, num_prompt, num_prompt + num_new, is_always=is_always)
+        able = self._able(group, num_prompt, num_prompt + num_new, is_local_only=is_local_only)
         if able is None:
             return None
         p_rows, d_rows, can = able
@@ -172,11 +172,11 @@ class Router:
         pieces = self.prefixes.pieces(prompt, salt) if is_choice else b""
         cached = self.prefixes.cached(pieces, len(self._arrays.load)) if pieces else None
         needs = _Needs(now, num_prompt, num_hold, cached)
-        if num_new == 1 and not is_always:
+        if num_new == 1 and not is_local_only:
             return self._chosen(self._cheapest_prefill(p_rows, needs), None, needs, pieces)
         place = self._cheapest_decode(d_rows, needs)
         decode = int(d_rows[place])
-        if is_always:
+        if is_local_only:
             return self._chosen(None, decode, needs, pieces)
         prefill = self._cheapest_prefill(p_rows if can is None else p_rows[can[:, place]], needs)
         if self._local_prefill == "auto":
@@ -209,12 +209,12 @@ class Router:
         )
 
     def _able(
-        self, group: NodeGroup, num_prompt: int, num_most: int, *, is_always: bool
+        self, group: NodeGroup, num_prompt: int, num_most: int, *, is_local_only: bool
     ) -> tuple[Rows, Rows, NDArray[np.bool_] | None] | None:
         """The rows of the prefill and of the decode nodes with large enough pools, and which can pair; None if none."""
         prefills, decodes, can = group.prefill_rows, group.decode_rows, group.can_pair
         longest = self._arrays.longest
-        if is_always:
+        if is_local_only:
             prefills, can = prefills[:0], None
         elif num_prompt > group.min_prefill:
             fits = longest[prefills] >= num_prompt
@@ -226,7 +226,7 @@ class Router:
             paired = can.any(axis=0)
             if not paired.all():
                 decodes, can = decodes[paired], can[:, paired]
-        if not len(decodes) or not (len(prefills) or is_always):
+        if not len(decodes) or not (len(prefills) or is_local_only):
             return None
         return prefills, decodes, can
 
@@ -339,8 +339,8 @@ class Router:
         names = [None if row is None else self._names[row] for row in (prefill, decode)]
         pair = WorkerPair(names[0], names[1], needs.num_lacking(rows[0]), num_hold)
         if prefill is not None:
-            self._keep_busy(prefill, needs.now, pair.num_compute)
-        self._give(pair)
+            self._extend_idle_at(prefill, needs.now, pair.num_compute)
+        self._count_in(pair)
         if pieces:
             self.prefixes.remember(pieces, rows)
         return pair
@@ -349,15 +349,15 @@ class Router:
         """Tokens of its pool that a decode node holds for a request of ``num_tokens``."""
         return min(num_tokens, int(self._arrays.most_held[row]))
 
-    def _keep_busy(self, row: int, now: float, num_compute: int) -> None:
-        """Notes until when a prefill node will compute a further prompt."""
+    def _extend_idle_at(self, row: int, now: float, num_compute: int) -> None:
+        """Moves the instant at which a prefill node will be idle by what a further prompt takes."""
         arrays = self._arrays
         if token_s := arrays.prompt_token_s[row]:
             arrays.idle_at[row] = max(arrays.idle_at[row], now) + num_compute * token_s
 
-    def _keep_busy_beyond(self, row: int, now: float) -> None:
-        """Estimates again when a prefill node will be idle, if that time has passed: prompts took longer than expected,
-        or were sent before anything was measured. All tokens of unfinished prompts count."""
+    def _estimate_idle_at(self, row: int, now: float) -> None:
+        """Estimates anew when a prefill node will be idle, if that instant has passed: prompts took longer than
+        expected, or were sent before anything was measured. All tokens of unfinished prompts count."""
         arrays = self._arrays
         if arrays.idle_at[row] <= now:
             arrays.idle_at[row] = now + (arrays.load[row] - arrays.other_load[row]) * arrays.prompt_token_s[row]
@@ -374,10 +374,10 @@ class Router:
         nodes = [able[incarnation] for incarnation in pair.nodes if incarnation in able]
         if len(nodes) < len(pair.nodes) or (len(nodes) == 2 and not can_pair(nodes[0], nodes[1])):
             return None
-        num_new = min(num_expected, num_new) or num_new
-        num_hold = 0 if pair.decode is None else self._num_hold(self._rows[pair.decode], num_new)
+        num_output = _output_to_hold(num_new, num_expected)
+        num_hold = 0 if pair.decode is None else self._num_hold(self._rows[pair.decode], num_output)
         sample = WorkerPair(pair.prefill, pair.decode, 0, num_hold)
-        self._give(sample)
+        self._count_in(sample)
         return sample
 
     def choose_target(
@@ -403,9 +403,10 @@ class Router:
         target = next((node for node in others if can_pair(source, node)), None)
         if target is None:
             return None
-        num_hold = self._num_hold(self._rows[target.incarnation], num_tokens + (min(num_expected, num_new) or num_new))
+        num_output = _output_to_hold(num_new, num_expected)
+        num_hold = self._num_hold(self._rows[target.incarnation], num_tokens + num_output)
         pair = WorkerPair(source.incarnation, target.incarnation, 0, num_hold)
-        self._give(pair)
+        self._count_in(pair)
         return pair
 
     # ---- what nodes have to do --------------------------------------------------------------------------------------
@@ -444,7 +445,7 @@ class Router:
             prefill = self._rows.get(pair.prefill)
             _subtract(arrays.load, prefill, pair.num_compute)
             if prefill is not None and pair.num_compute:
-                self._keep_busy_beyond(prefill, now)
+                self._estimate_idle_at(prefill, now)
 
     def decode_done(self, pair: WorkerPair) -> None:
         arrays, last = self._arrays, self._rows.get(pair.last)
@@ -459,7 +460,7 @@ class Router:
         if row is not None:
             self._arrays.num_requests[row] += -1 if is_paused else 1
 
-    def cached(self, prompt: Sequence[int], salt: str, incarnation: str) -> None:
+    def note_cached(self, prompt: Sequence[int], salt: str, incarnation: str) -> None:
         """A node has this prompt in its cache."""
         self.prefixes.remember(self.prefixes.pieces(prompt, salt), [self._row(incarnation)])
 
@@ -467,7 +468,7 @@ class Router:
         """All caches have been emptied."""
         self.prefixes.clear()
 
-    def _give(self, pair: WorkerPair) -> None:
+    def _count_in(self, pair: WorkerPair) -> None:
         self._num_chosen += 1
         arrays, last = self._arrays, self._row(pair.last)
         if pair.prefill is not None:
@@ -554,6 +555,11 @@ class Router:
         arrays.max_running[row] = min(node.max_running, MAX_TOKENS)
         arrays.step_s[row], arrays.prompt_token_s[row] = node.step_s, node.prompt_token_s
         arrays.send_token_s[row] = node.send_token_s
+
+
+def _output_to_hold(num_new: int, num_expected: int) -> int:
+    """Output tokens for which a request is counted: those predicted, or without a prediction the maximum."""
+    return min(num_expected, num_new) or num_new
 
 
 def _subtract(counts: Column, row: int | None, number: int) -> None:

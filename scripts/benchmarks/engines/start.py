@@ -6,7 +6,6 @@ of all threads.
 """
 
 import argparse
-import os
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import BatonError
+from scripts.benchmarks.harness.cpu_contention import cpu_seconds
 from scripts.models.random_model import QWEN3_600M, random_model
 
 SHORTEST = ("--layers=1", "--rounds=1", "--max-total-tokens=1024")
@@ -74,13 +74,6 @@ def start_once(arguments: Sequence[str], ready: str) -> Start:
         else:
             raise BatonError(f"the process ended before it was ready: {''.join(lines)[-1000:]}")
         elapsed_s = time.perf_counter() - started_at
-        processor_s = _processor_s(process.pid)
+        processor_s = cpu_seconds(process.pid)
         process.kill()
     return Start(elapsed_s, processor_s)
-
-
-def _processor_s(pid: int) -> float:
-    """Return the processor time of all threads so far, in user and kernel mode; see proc(5)."""
-    with open(f"/proc/{pid}/stat") as stat:
-        fields = stat.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

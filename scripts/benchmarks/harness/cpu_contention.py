@@ -48,3 +48,8 @@ def cpu_time_s(root: int) -> float:
         total += used.get(pid, 0)
         left += children.get(pid, [])
     return total / TICKS_PER_S
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, over all its threads."""
+    return time.clock_gettime(~pid << 3 | 2)  # its CPU clock, as clock_getcpuclockid(3) numbers it on Linux

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import TOKEN_BYTES, RadixCache, TokenKey
+from common.cache.radix_cache import RadixCache
+from common.cache.tree_node import TOKEN_BYTES, TokenKey
 
 PAGE_SIZE = 16
 NUM_PREFIXES = 50

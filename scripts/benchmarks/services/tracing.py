@@ -17,6 +17,7 @@ import uvloop
 from aiohttp import web
 
 from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME
+from scripts.benchmarks.harness.cpu_contention import cpu_seconds
 from scripts.benchmarks.services.gateways.baton import baton
 from scripts.benchmarks.services.gateways.client import (
     Connection,
@@ -24,7 +25,6 @@ from scripts.benchmarks.services.gateways.client import (
     Load,
     close_all,
     connect,
-    cpu_seconds,
     http_post,
     is_complete,
     measure,

@@ -36,7 +36,7 @@ from scripts.benchmarks.harness.service_fixture import measured_load, running_se
 from scripts.load_tester.config import LoadOptions, LoadtestConfig
 from scripts.load_tester.workload.plan import make_plan
 from scripts.load_tester.workload.traces import read_trace
-from scripts.models.random_model import random_model
+from scripts.models.random_model import QWEN3_600M, random_model
 from scripts.simulator.calibration.command import calibrate_command
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.hardware.node_model import Profile, find_hardware
@@ -46,22 +46,13 @@ SHORTEST = (
     "--model=small", "--calibrate-seconds=4", "--nodes=1+1", "--loads=0.5", "--num-requests=20",
     "--capacity-requests=20", "--attempts=1", "--slo-ttft=60s", "--slo-itl=60s",
 )  # fmt: skip
-SHAPE: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "dtype": "bfloat16",
+SHAPE = QWEN3_600M | {
     "head_dim": 64,
-    "hidden_act": "silu",
     "hidden_size": 768,
     "intermediate_size": 2304,
-    "max_position_embeddings": 4096,
-    "model_type": "qwen3",
     "num_attention_heads": 12,
     "num_hidden_layers": 12,
     "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-    "tie_word_embeddings": True,
     "vocab_size": 8192,
 }
 #: Options of live and of simulated nodes.

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from common.cache.page_allocator import PageAllocator
-from common.cache.radix_cache import TOKEN_BYTES, RadixCache, pack
+from common.cache.radix_cache import RadixCache
+from common.cache.tree_node import TOKEN_BYTES, pack
 from common.errors import ConfigError
 from common.node.loading.memory_plan import MAX_QUEUED
 from common.request import Request

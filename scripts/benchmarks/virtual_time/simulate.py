@@ -6,7 +6,6 @@ in which steps are taken one at a time, with the same results.
 """
 
 import argparse
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from common.config.cli import parse
 from common.errors import BatonError, ConfigError
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
-from scripts.simulator.simulation import Simulation
+from scripts.simulator.simulation import Simulation, rare_collections
 
 MARK = 10e6
 SHORTEST = ("--rounds=1", "--scale=0.02")
@@ -75,15 +74,12 @@ def measure(name: str, words: Sequence[str], num_rounds: int, *, is_stepwise: bo
     for _ in range(num_rounds):
         config = parse(SimulateConfig, words, command="simulate")
         simulation = Simulation(config, make_plan(config), is_stepwise=is_stepwise)
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(100_000, 20, 1_000)
-        cpu_s = time.process_time()
-        result = simulation.run()
-        cpu_s = time.process_time() - cpu_s
+        with rare_collections():
+            began_s = time.process_time()
+            result = simulation.run()
+            cpu_s = time.process_time() - began_s
         results = {key: value for key, value in result.items() if key not in TIMES}
         found.append(BestRound(name, result["row_steps"], result["wall_s"], cpu_s, results))
-        gc.unfreeze()
     return min(found, key=lambda figure: figure.wall_s)
 
 

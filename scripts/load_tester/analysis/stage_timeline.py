@@ -24,7 +24,6 @@ DECODE_STAGES = {
     "transfer_s": "transfer",
     "join_s": "first decode token",
 }
-NAMES = PREFILL_STAGES | DECODE_STAGES | {"decode_s": "decode"}
 REST = "decode, all later tokens"
 MEANINGS = {
     LATE: "the client sent the request after its intended instant",

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import Pending, RadixCache, pack
+from common.cache.radix_cache import RadixCache
+from common.cache.tree_node import Pending, pack
 
 
 def cache_of(num_pages: int, page_size: int = 4) -> tuple[RadixCache, PageAllocator]:

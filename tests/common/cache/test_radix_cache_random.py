@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.examples import examples
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.prefix_watch import PrefixWatch
-from common.cache.radix_cache import Match, Pending, RadixCache, TreeNode, pack
+from common.cache.radix_cache import RadixCache
+from common.cache.tree_node import Match, Pending, PrefixWatch, TreeNode, pack
 
 PAGE = 2
 PAGES = st.tuples(st.integers(0, 1), st.integers(0, 1))

@@ -2,8 +2,8 @@
 
 from support.scheduling.adder_pool import CONTINUE, Pool, chunks_of, compute, request
 
-from common.cache.radix_cache import pack
 from common.cache.request_kv import packed_tokens, release
+from common.cache.tree_node import pack
 
 
 def test_computed_pages_are_shared_while_their_request_still_runs() -> None:

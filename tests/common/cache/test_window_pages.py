@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cache.page_allocator import Owner, PageAllocator
-from common.cache.radix_cache import Pending, RadixCache
+from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import cache_computed, release
+from common.cache.tree_node import Pending
 from common.cache.window_pages import LayerGroups, WindowPages
 from common.errors import InvariantError
 from common.request import Request

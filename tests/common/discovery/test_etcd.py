@@ -1,8 +1,7 @@
 """Announcements in a real etcd, and what nodes read there."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from support.gateway.certificates import make_certificate
 from support.service.etcd import IS_INSTALLED, EtcdServer
 from support.service.processes import free_port
+from support.waiting import until
 
 from common.config.discovery import DiscoveryOptions
 from common.config.gateway import GatewayConfig
@@ -35,13 +35,6 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
 
 def store(*urls: str, prefix: str = "/test") -> EtcdStore:
     return EtcdStore(DiscoveryOptions(etcd=",".join(urls), etcd_prefix=prefix))
-
-
-def until(condition: Callable[[], object]) -> None:
-    ends = time.monotonic() + 180.0
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.05)
 
 
 def test_a_directory_has_what_is_announced_and_not_what_is_taken_back(etcd: EtcdServer) -> None:

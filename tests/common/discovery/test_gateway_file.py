@@ -1,10 +1,9 @@
 """Nodes follow a file that names the gateways."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.waiting import until
 
 from common.config.node import NodeConfig
 from common.discovery import gateway_directory
@@ -17,13 +16,6 @@ FIRST, SECOND = "127.0.0.1:8001", "127.0.0.1:8002"
 @pytest.fixture(autouse=True)
 def _ask_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_directory, "POLL_S", 0.01)
-
-
-def until(condition: Callable[[], object]) -> None:
-    ends = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
 
 
 def test_the_addresses_are_those_that_the_file_names_now(tmp_path: Path) -> None:

@@ -59,11 +59,10 @@ def test_what_the_package_lacks_is_refused_with_the_fix(
 
 
 def test_gpus_that_the_package_serves_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    windowed = (AttentionParams(window=100, soft_cap=30.0), AttentionParams(scale=1.0, sinks=torch.zeros(4)))
     monkeypatch.setattr("common.engine.attention.find_spec", lambda name: name)
     for capability in ((9, 0), (10, 3)):
         monkeypatch.setattr("common.engine.attention._capability", lambda _, found=capability: found)
-        assert resolve_attention("flash-attn", CUDA, layout(page_size=32), windowed) == "flash-attn"
+        assert resolve_attention("flash-attn", CUDA, layout(page_size=32)) == "flash-attn"
     for capability in ((8, 9), (12, 0)):
         monkeypatch.setattr("common.engine.attention._capability", lambda _, found=capability: found)
         with pytest.raises(ConfigError, match=r"flash-attn: needs a GPU of compute capability 9 to 11 "):

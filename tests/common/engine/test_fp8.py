@@ -17,7 +17,6 @@ from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
 
 MAX_NEW = 12
-Case = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 # ---- the format ------------------------------------------------------------------------------------------------------

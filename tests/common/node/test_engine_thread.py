@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import pytest
 from support.engine.asynchronous_device import AsynchronousDevice
 from support.engine.synchronous_executor import SynchronousExecutor
+from support.waiting import until
 
 from common.errors import ErrorCode, RequestError
 from common.node.engine_thread import CompiledGrammar, EngineThread
@@ -46,10 +47,7 @@ def plan(step: int) -> StepPlan:
 
 
 def taken(thread: EngineThread) -> StepResult:
-    ends = time.monotonic() + 60
-    while (result := thread.take()) is None:
-        assert time.monotonic() < ends
-    return result
+    return until(thread.take)
 
 
 def is_readable(thread: EngineThread) -> bool:
@@ -71,9 +69,7 @@ def test_a_result_may_be_taken_before_its_wake_up(monkeypatch: pytest.MonkeyPatc
         assert taken(thread).step == step
         assert not thread.is_busy
         may_write.release()
-    ends = time.monotonic() + 60
-    while len(written) < 3:
-        assert time.monotonic() < ends
+    until(lambda: len(written) == 3)
     assert is_readable(thread), "the late wake-up"
     assert thread.take() is None
     assert not is_readable(thread), "a wake-up for nothing must not be given again and again"
@@ -121,10 +117,7 @@ def test_a_step_is_launched_before_the_one_before_it_has_ended() -> None:
     thread = EngineThread(device, max_outstanding=2)
     thread.submit(plan(1))
     thread.submit(plan(2))
-    ends = time.monotonic() + 60
-    while device.num_launched < 2:
-        assert time.monotonic() < ends
-        time.sleep(0.001)
+    until(lambda: device.num_launched == 2)
     assert thread.take() is None
     device.let_end()
     assert taken(thread).step == 1

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.cache.radix_cache import pack
+from common.cache.tree_node import pack
 from common.errors import ErrorCode, RequestError
 from common.node.role import check_generate
 from common.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, Thinking

@@ -7,6 +7,7 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import until
 
 from common.wire import mailbox
 from common.wire.mailbox import Mailbox
@@ -35,21 +36,13 @@ def dial(context, bound):
     return Mailbox(context, new_incarnation(), FromGateway, connect=bound.address)
 
 
-def wait_for(what, timeout_s=60.0):
-    until = time.monotonic() + timeout_s
-    while not (found := what()):
-        assert time.monotonic() < until
-        time.sleep(0.005)
-    return found
-
-
 def test_messages_go_both_ways_with_their_sender(context, bound):
     node = dial(context, bound)
     node.send(Deregister())
-    (envelope,) = wait_for(bound.receive)
+    (envelope,) = until(bound.receive)
     assert (envelope.sender, envelope.message) == (node.incarnation, Deregister())
     assert bound.send(Abort("r", 0), target=node.incarnation)
-    (envelope,) = wait_for(node.receive)
+    (envelope,) = until(node.receive)
     assert (envelope.sender, envelope.message) == (bound.incarnation, Abort("r", 0))
     node.close()
 
@@ -61,7 +54,7 @@ def test_messages_sent_together_arrive_in_order_and_share_frames(context, bound)
     sent = [*small, large, *small]
     assert node.send(*sent)
     heard = []
-    wait_for(lambda: heard.extend(bound.receive()) or len(heard) == len(sent))
+    until(lambda: heard.extend(bound.receive()) or len(heard) == len(sent))
     assert [envelope.message for envelope in heard] == sent
     assert {envelope.sender for envelope in heard} == {node.incarnation}
     assert bound.dropped == {}
@@ -82,12 +75,12 @@ def test_shared_frames_hold_all_messages_in_order_and_are_small(lengths):
 def test_unread_messages_can_be_discarded_and_later_ones_arrive(context, bound):
     node = dial(context, bound)
     node.send(Deregister())
-    wait_for(bound.receive)
+    until(bound.receive)
     bound.send(Abort("old", 0), target=node.incarnation)
     assert node.sockets[0].poll(60_000)
     node.discard_unread()
     bound.send(Abort("new", 0), target=node.incarnation)
-    (envelope,) = wait_for(node.receive)
+    (envelope,) = until(node.receive)
     assert envelope.message == Abort("new", 0)
     node.close()
 
@@ -96,7 +89,7 @@ def test_one_bad_message_drops_the_frame_that_it_shares(context, bound):
     node = dial(context, bound)
     node.send(Deregister(), Abort("r", 0))
     node.send(Deregister())
-    (envelope,) = wait_for(bound.receive)
+    (envelope,) = until(bound.receive)
     assert envelope.message == Deregister()
     assert bound.dropped == {"malformed": 1}
     node.close()
@@ -111,11 +104,11 @@ def test_only_the_peer_that_closes_is_lost(context, bound):
     for node in nodes:
         node.send(Deregister())
     heard = []
-    wait_for(lambda: heard.extend(bound.receive()) or len(heard) == 3)
+    until(lambda: heard.extend(bound.receive()) or len(heard) == 3)
     watched = [node.incarnation for node in nodes]
     assert bound.lost_peers(watched) == []
     nodes[1].close()
-    assert wait_for(lambda: bound.lost_peers(watched)) == [watched[1]]
+    assert until(lambda: bound.lost_peers(watched)) == [watched[1]]
     for node in (nodes[0], nodes[2]):
         node.close()
 
@@ -130,7 +123,7 @@ def test_repeated_probing_finds_a_peer_whose_route_closes_late(bound, monkeypatc
     monkeypatch.setattr(bound, "connection_events", Told)
     assert bound.lost_peers(["a"]) == []
     Told.disconnected = False
-    assert wait_for(lambda: bound.lost_peers(["a"])) == ["a"]
+    assert until(lambda: bound.lost_peers(["a"])) == ["a"]
 
 
 def test_a_peer_is_found_whose_route_closes_a_third_of_a_second_late(bound, monkeypatch):
@@ -139,7 +132,7 @@ def test_a_peer_is_found_whose_route_closes_a_third_of_a_second_late(bound, monk
     monkeypatch.setattr(bound, "connection_events", type("Told", (), {"connected": False, "disconnected": True}))
     assert bound.lost_peers(["a"]) in ([], ["a"])
     monkeypatch.setattr(bound, "connection_events", type("Quiet", (), {"connected": False, "disconnected": False}))
-    assert wait_for(lambda: bound.lost_peers(["a"])) == ["a"]
+    assert until(lambda: bound.lost_peers(["a"])) == ["a"]
 
 
 def test_probing_ends_after_a_few_probes(bound, monkeypatch):
@@ -148,7 +141,7 @@ def test_probing_ends_after_a_few_probes(bound, monkeypatch):
     monkeypatch.setattr(bound, "connection_events", type("Told", (), {"connected": False, "disconnected": True}))
     bound.lost_peers(["a"])
     monkeypatch.setattr(bound, "connection_events", type("Quiet", (), {"connected": False, "disconnected": False}))
-    wait_for(lambda: not bound.lost_peers(["a"]) and not bound.is_probing)
+    until(lambda: not bound.lost_peers(["a"]) and not bound.is_probing)
     assert 1 < len(probed) < 10
 
 
@@ -160,12 +153,12 @@ def test_unsent_bytes_to_a_peer_that_does_not_read_are_bounded(context, bound, m
         silent.set(option, value)
     silent.connect(bound.address)
     silent.send_multipart(frames(Header(PROTOCOL_VERSION, "s" * 32, ""), Deregister()))
-    wait_for(bound.receive)
+    until(bound.receive)
     large = Refused("x" * 4_096)
-    num_taken, until = 0, time.monotonic() + 60
+    num_taken, ends = 0, time.monotonic() + 60
     while bound.send(large, target="s" * 32):
         num_taken += 1
-        assert time.monotonic() < until and num_taken < 10_000, "the bytes are not bounded"
+        assert time.monotonic() < ends and num_taken < 10_000, "the bytes are not bounded"
     assert num_taken > 200
     assert bound.send(Ping(), target="s" * 32), "small messages are counted by ZMQ"
     heard = 0
@@ -173,7 +166,7 @@ def test_unsent_bytes_to_a_peer_that_does_not_read_are_bounded(context, bound, m
         assert silent.poll(60_000)
         silent.recv_multipart()
         heard += 1
-    assert wait_for(lambda: bound.send(large, target="s" * 32))
+    assert until(lambda: bound.send(large, target="s" * 32))
     silent.close(0)
 
 
@@ -183,7 +176,7 @@ def test_a_batch_of_large_messages_ends_early(context, bound, monkeypatch):
     for _ in range(2):
         node.send(Deregister())
     for _ in range(2):
-        assert len(wait_for(bound.receive)) == 1
+        assert len(until(bound.receive)) == 1
     node.close()
 
 
@@ -215,7 +208,7 @@ def test_a_bad_message_is_counted_and_dropped_and_the_next_one_received(context,
     socket.connect(bound.address)
     socket.send_multipart(make(me, other))
     socket.send_multipart(frames(Header(PROTOCOL_VERSION, me, bound.incarnation), Deregister()))
-    (envelope,) = wait_for(bound.receive)
+    (envelope,) = until(bound.receive)
     assert envelope.message == Deregister()
     assert bound.dropped == {reason: 1}
     socket.close(0)
@@ -244,9 +237,9 @@ def test_the_newest_connection_of_a_peer_is_answered_and_older_ones_are_dropped_
     older, newest = raw(context, bound, f"{me}.9"), raw(context, bound, f"{me}.10")
     for socket in (older, newest):
         say(socket, me)
-        assert [envelope.sender for envelope in wait_for(bound.receive)] == [me]
+        assert [envelope.sender for envelope in until(bound.receive)] == [me]
     say(older, me)
-    wait_for(lambda: bound.receive() or bound.dropped)
+    until(lambda: bound.receive() or bound.dropped)
     assert bound.dropped == {"replaced": 1}
     assert bound.send(Abort("r", 0), target=me)
     assert heard_by(newest) == Abort("r", 0)
@@ -259,14 +252,14 @@ def test_an_older_connection_of_a_peer_takes_the_place_of_the_newest_once_that_i
     me = new_incarnation()
     older, newest = raw(context, bound, f"{me}.1"), raw(context, bound, f"{me}.2")
     say(newest, me)
-    wait_for(bound.receive)
+    until(bound.receive)
     say(older, me)
-    wait_for(lambda: bound.receive() or bound.dropped)
+    until(lambda: bound.receive() or bound.dropped)
     assert bound.dropped == {"replaced": 1}
     newest.close()
-    assert wait_for(lambda: bound.lost_peers([me])) == [me]
+    assert until(lambda: bound.lost_peers([me])) == [me]
     say(older, me)
-    (envelope,) = wait_for(bound.receive)
+    (envelope,) = until(bound.receive)
     assert envelope.sender == me
     assert bound.send(Abort("r", 0), target=me)
     assert heard_by(older) == Abort("r", 0)
@@ -282,7 +275,7 @@ def test_the_connections_of_strangers_are_forgotten_and_those_of_known_peers_and
     sockets = {peer: raw(context, bound, f"{peer}.1") for peer in (known, *strangers, new)}
     for peer, socket in sockets.items():
         say(socket, peer)
-        assert [one.sender for one in wait_for(lambda: bound.receive(is_known=known.__eq__))] == [peer]
+        assert [one.sender for one in until(lambda: bound.receive(is_known=known.__eq__))] == [peer]
     assert bound._routes.keys() == {known, new}
     for peer in (known, new):
         assert bound.send(Abort(peer, 0), target=peer)

@@ -5,10 +5,10 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
+from support.waiting import until
 
 from common.wire.mailbox import Mailbox
 from common.wire.messages import Deregister, FromGateway, FromNode
@@ -53,32 +53,18 @@ class Cable:
                         del others[source]
 
 
-@pytest.fixture
-def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
-
-
-def wait_for(what: Callable[[], object]) -> None:
-    until = time.monotonic() + 60.0
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def test_both_ends_notice_that_nothing_passes_any_more(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     bound = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*", silence_s=SILENCE_S)
     with contextlib.closing(Cable(bound.port)) as cable:
         address = f"tcp://127.0.0.1:{cable.port}"
         node = Mailbox(context, new_incarnation(), FromGateway, connect=address, silence_s=SILENCE_S)
         node.send(Deregister())
-        wait_for(bound.receive)
-        wait_for(lambda: node.connection_events().connected)
+        until(bound.receive)
+        until(lambda: node.connection_events().connected)
         assert bound.lost_peers([node.incarnation]) == []
         cable.cut()
-        wait_for(lambda: node.connection_events().disconnected)
-        wait_for(lambda: bound.lost_peers([node.incarnation]) == [node.incarnation])
+        until(lambda: node.connection_events().disconnected)
+        until(lambda: bound.lost_peers([node.incarnation]) == [node.incarnation])
         node.close()
         bound.close()
 
@@ -88,7 +74,7 @@ def test_an_idle_connection_stays_open_for_many_times_the_silence(context: "zmq.
     bound = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*", silence_s=10.0)
     node = Mailbox(context, new_incarnation(), FromGateway, connect=bound.address, silence_s=10.0)
     node.send(Deregister())
-    wait_for(bound.receive)
+    until(bound.receive)
     time.sleep(25.0)
     assert not node.connection_events().disconnected
     assert bound.lost_peers([node.incarnation]) == []

@@ -298,14 +298,12 @@ async def test_top_k_of_minus_one_and_ignored_fields_are_accepted(stack):
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_stop_string_ends_the_text_and_both_nodes_are_told(folder, is_stream):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair()
-        prefill.on_generate = decode.on_generate = silent
+        prefill, decode = await stack.silent_pair()
         body = {"prompt": "x", "max_tokens": 50, "stop": ["compare", "zzz"], "stream": is_stream}
         call = asyncio.ensure_future(
             stack.stream("/v1/completions", body) if is_stream else stack.post("/v1/completions", body)
         )
-        await prefill.until(lambda: prefill.generates)
-        (rid,) = prefill.generates
+        rid = await prefill.only_rid()
         for i, token in enumerate(ids_of("Shall I compare thee")):
             node = decode if i else prefill
             node.tokens(rid, i, (token,))
@@ -344,8 +342,7 @@ async def test_tokens_are_streamed_at_once_and_in_order(folder):
         prefill.on_generate = decode.on_generate = silent
         body = {"prompt": "x", "max_tokens": 6, "stream": True}
         call = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json=body))
-        await prefill.until(lambda: prefill.generates)
-        (rid,) = prefill.generates
+        rid = await prefill.only_rid()
         decode.tokens(rid, 1, tuple(ids_of("b")))  # overtakes
         await decode.round_trip()
         assert not call.done()
@@ -361,12 +358,10 @@ async def test_tokens_are_streamed_at_once_and_in_order(folder):
 
 async def test_an_incomplete_character_makes_no_chunk(folder):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair()
-        prefill.on_generate = decode.on_generate = silent
+        prefill, decode = await stack.silent_pair()
         body = {"prompt": "x", "max_tokens": 9, "stream": True}
         call = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json=body))
-        await prefill.until(lambda: prefill.generates)
-        (rid,) = prefill.generates
+        rid = await prefill.only_rid()
         ids = ids_of("a🚀b")
         assert len(ids) > 3
         for i, token in enumerate(ids):

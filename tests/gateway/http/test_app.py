@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from support.gateway.fake_nodes import BODY, error_of, events, running, silent, start_request
+from support.gateway.fake_nodes import BODY, error_of, events, running, start_request
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
@@ -139,8 +139,7 @@ async def test_fields_without_effect_are_named_or_refused_where_nothing_is_gener
 
 
 async def test_requests_are_refused_while_the_gateway_stops(stack):
-    for node in stack.nodes:
-        node.on_generate = silent
+    stack.silence()
     call, _ = await start_request(stack, {**BODY, "stream": True})
     stack.gateway._checks.begin_stop()
     for method, path, status in (
@@ -211,9 +210,7 @@ async def test_a_plugin_adds_middleware_and_endpoints(folder, plugins):
 
 async def test_a_client_that_leaves_ends_its_request_with_middleware_too(folder, plugins):
     async with running(folder, app_plugin=("app_plugin:extend",)) as stack:
-        await stack.pair()
-        for node in stack.nodes:
-            node.on_generate = silent
+        await stack.silent_pair()
         call, rid = await start_request(stack)
         call.cancel()
         await stack.nodes[0].until(lambda: rid in stack.nodes[0].aborts)

@@ -241,8 +241,7 @@ async def test_paths_that_reveal_something_need_a_key(folder):
 
 async def test_an_id_in_use_is_refused_to_another_request_until_its_request_has_ended(folder):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair()
-        prefill.on_generate = decode.on_generate = silent
+        prefill, decode = await stack.silent_pair()
         body = {"text": "a", "rid": "mine", "sampling_params": {"max_new_tokens": 2}}
         other = {**body, "text": "b"}
         first = asyncio.ensure_future(stack.post("/generate", body))
@@ -395,8 +394,7 @@ async def test_long_outputs_and_many_logprobs_are_formatted_on_a_thread(stack, m
 
 async def test_too_many_requests_get_429_with_retry_after(folder):
     async with running(folder, max_queued_requests=1) as stack:
-        prefill, decode = await stack.pair(max_running=1)
-        prefill.on_generate = decode.on_generate = silent
+        prefill, _ = await stack.silent_pair(max_running=1)
         body = {"prompt": "a", "max_tokens": 1}
         calls = [asyncio.ensure_future(stack.post("/v1/completions", body)) for _ in range(2)]
         await prefill.until(lambda: len(prefill.generates) == 2)

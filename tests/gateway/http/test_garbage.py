@@ -6,7 +6,7 @@ from collections import Counter
 
 import aiohttp
 import pytest
-from support.gateway.fake_nodes import running, silent
+from support.gateway.fake_nodes import running
 
 PATH = "/v1/completions"
 BODY = {"prompt": "Hi", "max_tokens": 3}
@@ -56,8 +56,7 @@ async def test_a_request_on_a_connection_of_its_own_leaves_no_garbage(folder, na
 
 async def test_a_client_that_leaves_before_its_answer_leaves_no_garbage(folder):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair()
-        prefill.on_generate = decode.on_generate = silent
+        prefill, _ = await stack.silent_pair()
 
         async def ask():
             known = set(prefill.generates)

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from support.gateway.fake_nodes import MODEL, running, silent
+from support.gateway.fake_nodes import MODEL, running
 
 
 @pytest.fixture
@@ -45,9 +45,7 @@ async def test_models_queues_and_errors_are_listed(folder):
         assert answer["models"] == [
             {"name": MODEL, "is_ready": False, "has_chat_template": True, "context_length": None}
         ]
-        await stack.pair(max_running=1)
-        for node in stack.nodes:
-            node.on_generate = silent
+        await stack.silent_pair(max_running=1)
         calls = [
             asyncio.ensure_future(stack.post("/generate", {"text": "a", "rid": rid, "priority_class": name}))
             for rid, name in (("first", "low"), ("second", "low"))

@@ -315,8 +315,7 @@ async def test_requests_that_wait_for_room_are_served_before_the_adapter_is_unus
 
 async def test_unloading_waits_for_requests_in_flight_while_new_ones_are_not_found(stack):
     await stack.post(LOAD, SQL)
-    for node in stack.nodes:
-        node.on_generate = silent
+    stack.silence()
     call, rid = await start_request(stack, ASK)
     unload = asyncio.ensure_future(stack.post(UNLOAD, {"lora_name": "sql"}))
     while await names(stack) != ["tiny"]:
@@ -340,8 +339,7 @@ async def test_unloading_waits_for_requests_in_flight_while_new_ones_are_not_fou
 async def test_unloading_that_takes_too_long_says_how_many_requests_are_left(stack, monkeypatch):
     monkeypatch.setattr(adapters, "UNLOAD_TIMEOUT_S", 0.05)
     await stack.post(LOAD, SQL)
-    for node in stack.nodes:
-        node.on_generate = silent
+    stack.silence()
     call, rid = await start_request(stack, ASK)
     status, answer = await stack.post(UNLOAD, {"lora_name": "sql"})
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
@@ -354,8 +352,7 @@ async def test_unloading_that_takes_too_long_says_how_many_requests_are_left(sta
 
 async def test_a_request_that_reaches_a_node_after_its_adapter_has_gone_is_not_found(stack):
     await stack.post(LOAD, SQL)
-    for node in stack.nodes:
-        node.on_generate = silent
+    stack.silence()
     call, rid = await start_request(stack, ASK)
     stack.nodes[0].fail(rid, "model_not_found", "the node does not have the adapter any more")
     assert await error_of(call) == (404, "model_not_found")

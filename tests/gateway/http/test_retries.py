@@ -5,7 +5,7 @@ import json
 
 import aiohttp
 import pytest
-from support.gateway.fake_nodes import echo, events, running, silent
+from support.gateway.fake_nodes import echo, events, running
 from support.gateway.toy_stack import answers, ids_of, toy_stack
 
 from common.errors import ErrorCode
@@ -35,8 +35,7 @@ def num_generates(node):
 
 
 def hold(stack):
-    for node in stack.nodes:
-        node.on_generate = silent
+    stack.silence()
 
 
 async def begin_stream(stack, text="a", **headers):

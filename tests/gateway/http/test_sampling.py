@@ -70,8 +70,7 @@ async def test_samples_share_a_pair_and_prompts_are_spread(folder):
 
 async def test_the_loss_of_a_node_ends_all_samples(folder):
     async with running(folder, recovery_timeout=0.5) as stack:
-        prefill, decode = await stack.pair()
-        prefill.on_generate = decode.on_generate = silent
+        prefill, decode = await stack.silent_pair()
         call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "a", "n": 3}))
         await decode.until(lambda: len(decode.generates) == 3)
         await prefill.kill()
@@ -107,8 +106,7 @@ async def test_samples_of_generate_are_a_list_with_their_own_ids(stack):
 
 async def test_all_samples_are_aborted_by_the_id_that_the_client_gave(folder):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair()
-        prefill.on_generate = decode.on_generate = silent
+        _, decode = await stack.silent_pair()
         body = {"text": ["a", "b"], "rid": ["x", "y"], "sampling_params": {"n": 2}}
         call = asyncio.ensure_future(stack.post("/generate", body))
         await decode.until(lambda: len(decode.generates) == 4)
@@ -180,12 +178,10 @@ async def test_a_streamed_echo_without_logprobs_shows_the_prompt_once(stack):
 
 async def test_the_echo_comes_with_the_first_token_even_if_that_has_no_text(folder):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair()
-        prefill.on_generate = decode.on_generate = silent
+        prefill, decode = await stack.silent_pair()
         body = {"prompt": "abc", "max_tokens": 9, "echo": True, "stream": True}
         call = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json=body))
-        await prefill.until(lambda: prefill.generates)
-        (rid,) = prefill.generates
+        rid = await prefill.only_rid()
         ids = ids_of("🚀b")
         for i, token in enumerate(ids):
             node = decode if i else prefill
@@ -252,8 +248,7 @@ async def test_incremental_streams_carry_prompt_logprobs_once(folder):
 
 async def test_more_logprobs_than_fit_into_a_message_are_refused(folder):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair(context_length=2_000_000, num_pages=200_000)
-        prefill.on_generate = decode.on_generate = silent
+        prefill, decode = await stack.silent_pair(context_length=2_000_000, num_pages=200_000)
         count = MAX_LOGPROB_BYTES // (28 + 20 * 16) + 1
         body = {"input_ids": [1] * count, "return_logprob": True, "top_logprobs_num": 20, "logprob_start_len": 0}
         status, answer = await stack.post("/generate", body)
@@ -270,8 +265,7 @@ async def test_more_logprobs_than_fit_into_a_message_are_refused(folder):
 
 async def test_more_prompt_logprobs_than_the_gateway_keeps_for_an_answer_are_refused(folder):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair(context_length=2_000_000, num_pages=200_000)
-        prefill.on_generate = decode.on_generate = silent
+        await stack.silent_pair(context_length=2_000_000, num_pages=200_000)
         count = MAX_LOGPROB_BYTES // (28 + 20 * 16)
         num_outputs = MAX_LOGPROB_BYTES_OF_ALL // MAX_LOGPROB_BYTES + 1
         body = {"prompt": [1] * count, "logprobs": 20, "echo": True, "max_tokens": 0, "n": num_outputs}

@@ -8,7 +8,7 @@ import threading
 from urllib.parse import urlsplit
 
 import pytest
-from support.gateway.fake_nodes import events, running, silent
+from support.gateway.fake_nodes import events, running
 from support.gateway.toy_stack import ids_of
 
 from common.sampling_params import TokenLogprobs
@@ -23,8 +23,7 @@ STREAM = {"prompt": "x", "max_tokens": 100, "stream": True}
 @pytest.fixture
 async def stack(folder):
     async with running(folder) as running_stack:
-        for node in await running_stack.pair():
-            node.on_generate = silent
+        await running_stack.silent_pair()
         yield running_stack
 
 
@@ -157,11 +156,9 @@ async def test_many_log_probabilities_of_a_prompt_are_formatted_on_a_thread(stac
 
 async def test_a_client_that_reads_late_gets_all_text_and_the_gateway_writes_nothing_until_then(folder):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair(context_length=1 << 21, num_pages=1 << 17)
-        prefill.on_generate = decode.on_generate = silent
+        prefill, decode = await stack.silent_pair(context_length=1 << 21, num_pages=1 << 17)
         reader, writer = await post_slowly(stack, {**STREAM, "max_tokens": 1 << 20})
-        await prefill.until(lambda: prefill.generates)
-        (rid,) = prefill.generates
+        rid = await prefill.only_rid()
         prefill.tokens(rid, 0, ids_of("a"))
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         (connection,) = [other for other in stack.gateway._http.connections if other._active]
@@ -204,12 +201,10 @@ async def post_slowly(stack, body):
 async def test_a_stream_that_its_client_does_not_read_is_paused_until_it_reads(folder):
     """The decode node is fake: it sends single tokens while it is not told to pause, as a node without a limit."""
     async with running(folder, max_unread_tokens=100) as stack:
-        for node in await stack.pair(max_running=1, num_pages=1 << 20, context_length=1 << 21):
-            node.on_generate = silent
+        await stack.silent_pair(max_running=1, num_pages=1 << 20, context_length=1 << 21)
         prefill, decode = stack.nodes
         reader, writer = await post_slowly(stack, {**STREAM, "max_tokens": 1 << 20})
-        await prefill.until(lambda: prefill.generates)
-        (rid,) = prefill.generates
+        rid = await prefill.only_rid()
         prefill.tokens(rid, 0, ids_of("a"))
         index, token, num_bytes = 1, ids_of("b"), 0
         for is_paused in (True, False, True, False):
@@ -249,12 +244,10 @@ def pauses(node):
 
 async def test_a_paused_request_makes_room_for_another_one(folder):
     async with running(folder, max_unread_tokens=100, max_dispatch_ahead=0) as stack:
-        for node in await stack.pair(max_running=1, num_pages=1 << 20, context_length=1 << 21):
-            node.on_generate = silent
+        await stack.silent_pair(max_running=1, num_pages=1 << 20, context_length=1 << 21)
         prefill, decode = stack.nodes
         _, writer = await post_slowly(stack, {**STREAM, "max_tokens": 1 << 20})
-        await prefill.until(lambda: prefill.generates)
-        (slow,) = prefill.generates
+        slow = await prefill.only_rid()
         prefill.tokens(slow, 0, ids_of("a"))
         index = 1
         async with asyncio.timeout(60):

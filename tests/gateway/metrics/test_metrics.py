@@ -87,8 +87,7 @@ async def test_local_prefills_are_counted(stack):
 
 
 async def test_requests_in_flight_go_up_and_down(stack):
-    for node in stack.nodes:
-        node.on_generate = silent
+    stack.silence()
     call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": ["abc", "d"]}))
     await stack.nodes[1].until(lambda: len(stack.nodes[1].generates) == 2)
     assert (await scrape(stack))[f"baton_requests_in_flight{LABEL}"] == 2
@@ -102,9 +101,7 @@ async def test_requests_in_flight_go_up_and_down(stack):
 async def test_waiting_times_and_starved_requests_are_counted_by_class(folder):
     options = {"priority_classes": ("high:8", "low:1"), "starvation_bound": 0.3, "max_dispatch_ahead": 0}
     async with running(folder, **options) as stack:
-        await stack.pair(max_running=1)
-        for node in stack.nodes:
-            node.on_generate = silent
+        await stack.silent_pair(max_running=1)
         calls = []
         for rid, name in (("first", "low"), ("a", "high"), ("b", "low")):
             body = {"text": "a", "rid": rid, "priority_class": name, "sampling_params": {"max_new_tokens": 1}}
@@ -132,9 +129,7 @@ async def test_waiting_times_and_starved_requests_are_counted_by_class(folder):
 
 async def test_a_request_that_is_never_sent_has_waited_all_its_time(folder):
     async with running(folder, starvation_bound=0.1, max_dispatch_ahead=0) as stack:
-        await stack.pair(max_running=1)
-        for node in stack.nodes:
-            node.on_generate = silent
+        await stack.silent_pair(max_running=1)
         calls = [
             asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "a", "deadline_ms": 200})) for _ in range(2)
         ]
@@ -192,8 +187,7 @@ async def test_rejections_are_counted_by_reason_without_failures_of_nodes(folder
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_disconnects_are_counted(stack, is_stream):
-    for node in stack.nodes:
-        node.on_generate = silent
+    stack.silence()
     body = {"prompt": "abc", "n": 2, "stream": is_stream}
     call = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json=body))
     decode = stack.nodes[1]
@@ -212,8 +206,7 @@ async def test_disconnects_are_counted(stack, is_stream):
 
 
 async def test_an_abort_is_no_disconnect(stack):
-    for node in stack.nodes:
-        node.on_generate = silent
+    stack.silence()
     call = asyncio.ensure_future(stack.post("/generate", {"text": "abc", "rid": "x"}))
     await stack.nodes[1].until(lambda: stack.nodes[1].generates)
     await stack.post("/abort_request", {"rid": "x"})

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from support.gateway.fake_nodes import error_of, running, silent, start_request
+from support.gateway.fake_nodes import error_of, running, start_request
 
 from common.errors import ErrorCode
 from common.logs import FIELDS
@@ -54,8 +54,7 @@ async def test_each_output_of_a_request_has_a_line(folder, lines):
 
 async def test_a_failed_request_has_its_error_code_and_no_first_token(folder, lines):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair()
-        prefill.on_generate = decode.on_generate = silent
+        _, decode = await stack.silent_pair()
         call, rid = await start_request(stack)
         decode.fail(rid, ErrorCode.OUT_OF_PAGES)
         assert (await error_of(call))[1] == "out_of_pages"

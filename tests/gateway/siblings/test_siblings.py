@@ -80,8 +80,7 @@ async def test_a_request_id_stands_once_in_an_answer_that_is_passed_on(folder: P
 
 async def test_a_stream_passes_through_as_it_comes(folder: Path) -> None:
     async with siblings(folder) as (first, second):
-        for node in second.nodes:
-            node.on_generate = silent
+        second.silence()
         body = {**BODY, "stream": True, "return_token_ids": True}
         headers = {"Idempotency-Key": HOME_KEYS[1], "x-request-id": "mine"}
         call = asyncio.ensure_future(first.client.post(first.url + "/v1/completions", json=body, headers=headers))
@@ -100,8 +99,7 @@ async def test_a_stream_passes_through_as_it_comes(folder: Path) -> None:
 
 async def test_a_client_that_leaves_ends_its_request_at_the_gateway_that_has_it(folder: Path) -> None:
     async with siblings(folder, retry_grace=0.0) as (first, second):
-        for node in second.nodes:
-            node.on_generate = silent
+        second.silence()
         call = asyncio.ensure_future(
             first.client.post(first.url + "/generate", json={"text": "a", "rid": HOME_KEYS[1]})
         )
@@ -113,8 +111,7 @@ async def test_a_client_that_leaves_ends_its_request_at_the_gateway_that_has_it(
 
 async def test_the_answer_of_a_lost_sibling_breaks_off_and_others_are_answered_here(folder: Path) -> None:
     async with siblings(folder) as (first, second):
-        for node in second.nodes:
-            node.on_generate = silent
+        second.silence()
         headers = {"Idempotency-Key": HOME_KEYS[1]}
         body = {**BODY, "stream": True}
         call = asyncio.ensure_future(first.client.post(first.url + "/v1/completions", json=body, headers=headers))
@@ -173,8 +170,7 @@ async def test_an_abort_reaches_the_gateway_that_has_the_request(folder: Path) -
 async def test_priorities_and_timelines_are_found_wherever_a_request_is(folder: Path) -> None:
     async with siblings(folder, enable_priority_scheduling=True) as stacks:
         first, second = stacks
-        for node in second.nodes:
-            node.on_generate = silent
+        second.silence()
         call = asyncio.ensure_future(second.client.post(second.url + "/v1/completions", json=BODY))
         await until(lambda: num_generated(second))
         (rid,) = second.nodes[1].generates
@@ -223,8 +219,7 @@ async def test_a_response_is_continued_read_and_deleted_at_any_gateway(folder: P
 async def test_a_quota_holds_for_all_gateways_together(folder: Path) -> None:
     async with siblings(folder, tenant_header=True, tenant_quotas=("*:requests=2",)) as stacks:
         for one in stacks:
-            for node in one.nodes:
-                node.on_generate = silent
+            one.silence()
         calls = [
             asyncio.ensure_future(
                 one.client.post(one.url + "/v1/completions", json=BODY, headers={"x-baton-tenant": "a"})

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from support.gateway.fake_nodes import Stack, running, silent, start_request
+from support.gateway.fake_nodes import Stack, running, start_request
 from support.gateway.otlp_collector import ReceivedSpan, collector
 
 from common.clock import MonotonicClock
@@ -111,9 +111,7 @@ async def test_each_output_of_a_request_has_a_span_of_its_own_in_the_same_trace(
 
 async def test_an_aborted_request_is_exported_as_an_error_with_the_spans_that_come_late(folder) -> None:
     async with collector() as collected, running(folder, otlp_endpoint=collected.url) as stack:
-        prefill, _ = await stack.pair()
-        for node in stack.nodes:
-            node.on_generate = silent
+        prefill, _ = await stack.silent_pair()
         call, rid = await start_request(stack)
         await stack.post("/abort_request", {"rid": rid})
         await call

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.gateway.fake_nodes import FakeNode, Stack, echo, running, silent, start_request
+from support.gateway.fake_nodes import FakeNode, Stack, echo, running, start_request
 
 from common.sampling_params import SamplingParams
 from common.stage_spans import StageSpan
@@ -84,9 +84,7 @@ async def test_spans_are_shown_in_the_time_of_the_gateway_with_the_error_of_the_
 
 async def test_a_running_request_has_a_timeline(folder) -> None:
     async with running(folder) as stack:
-        prefill, _ = await stack.pair()
-        for node in stack.nodes:
-            node.on_generate = silent
+        prefill, _ = await stack.silent_pair()
         call, rid = await start_request(stack)
         prefill.spans(rid, StageSpan("prefill_queue", 1.0, 0.5))
         await prefill.round_trip()
@@ -102,9 +100,7 @@ async def test_a_running_request_has_a_timeline(folder) -> None:
 
 async def test_spans_that_come_after_the_end_are_added(folder) -> None:
     async with running(folder) as stack:
-        prefill, _ = await stack.pair()
-        for node in stack.nodes:
-            node.on_generate = silent
+        prefill, _ = await stack.silent_pair()
         call, rid = await start_request(stack)
         assert (await stack.post("/abort_request", {"rid": rid}))[1] == {"aborted": 1}
         await call

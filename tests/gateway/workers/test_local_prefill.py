@@ -137,8 +137,7 @@ async def test_tokens_from_a_node_outside_the_pair_are_refused(folder):
         prefill, decode = await stack.pair()
         decode.on_generate = silent
         call = asyncio.ensure_future(stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 2}))
-        await decode.until(lambda: decode.generates)
-        (rid,) = decode.generates
+        rid = await decode.only_rid()
         prefill.tokens(rid, 0, (65,), finish="length")
         await prefill.until(lambda: prefill.aborts == [rid])
         assert not call.done()

@@ -25,8 +25,7 @@ async def stack(folder):
 @contextlib.asynccontextmanager
 async def silent_pair(folder, *, node_timeout, **config):
     async with running(folder, heartbeat_interval=0.1, node_timeout=node_timeout, **config) as stack:
-        for node in await stack.pair():
-            node.on_generate = silent
+        await stack.silent_pair()
         yield stack
         assert (await stack.get("/server_info"))[1]["num_in_flight"] == 0
 
@@ -119,8 +118,7 @@ async def test_a_stream_that_fails_midway_ends_with_an_error_event(stack):
 async def test_a_client_that_stops_reading_is_disconnected_after_its_deadline(folder, monkeypatch):
     monkeypatch.setattr("gateway.http.streaming.STALL_S", 0.2)
     async with running(folder) as stack:
-        prefill, decode = await stack.pair(context_length=500_000, num_pages=50_000)
-        prefill.on_generate = decode.on_generate = silent
+        prefill, decode = await stack.silent_pair(context_length=500_000, num_pages=50_000)
         address = urlsplit(stack.url)
         reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 10)
         body = json.dumps(
@@ -129,8 +127,7 @@ async def test_a_client_that_stops_reading_is_disconnected_after_its_deadline(fo
         writer.write(
             f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
         )
-        await prefill.until(lambda: prefill.generates)
-        (rid,) = prefill.generates
+        rid = await prefill.only_rid()
         prefill.tokens(rid, 0, (65,))
         for i in range(20):  # each event repeats the whole text: 17 MB, more than the buffers hold
             decode.tokens(rid, 1 + 20_000 * i, (65,) * 20_000)
@@ -149,8 +146,7 @@ async def test_a_client_that_stops_reading_is_disconnected_after_its_deadline(fo
 
 async def test_streams_continue_while_a_long_prompt_is_tokenized(folder):
     async with running(folder) as stack:
-        prefill, decode = await stack.pair(context_length=4_000_000, num_pages=300_000)
-        prefill.on_generate = decode.on_generate = silent
+        prefill, decode = await stack.silent_pair(context_length=4_000_000, num_pages=300_000)
         call, rid = await start_request(stack, {**BODY, "stream": True})
         prefill.tokens(rid, 0, (65,))
         async with await call as answer:

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
-from support.gateway.fake_nodes import BODY, events, running, silent
+from support.gateway.fake_nodes import BODY, events, running
 
 from common.wire.messages import ChangeRole, Deregister, Done, Drain
 
@@ -85,8 +85,7 @@ async def test_no_request_is_sent_to_a_node_after_the_order(stack):
 
 async def test_a_prefill_node_that_is_empty_ends_no_request_when_it_changes(stack):
     """All pages of the request are at the decode node, which has not sent a token yet."""
-    for node in stack.nodes:
-        node.on_generate = silent
+    stack.silence()
     prefill, other, decode, _ = stack.nodes
     call = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json={**BODY, "stream": True}))
     while not any(node.generates for node in stack.nodes[:2]) or not any(node.generates for node in stack.nodes[2:]):

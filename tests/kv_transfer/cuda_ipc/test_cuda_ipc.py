@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.kv.fake_cuda import DeviceStore, use_fake_driver
 from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
-from support.kv.transport_ends import End, digests, join, ship, until
+from support.kv.transport_ends import End, digests, join, ship
 from support.kv.transport_process import LAYOUT, NUM_PAGES, page_content
+from support.waiting import until
 
 from common.config.node import NodeConfig
 from common.errors import ConfigError
@@ -137,7 +138,7 @@ def test_memory_whose_size_is_unknown_is_closed_again(
     assert num_opened() == 0
 
 
-def pool_info_of(reader: End, connect: Connect) -> tuple[bytes, bytes]:
+def pool_info_of(connect: Connect) -> tuple[bytes, bytes]:
     """Attach by hand, and return what the reader hands over: ``HELLO``, and what follows."""
     name, token = connect.endpoint.split(":")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -170,7 +171,7 @@ def test_a_damaged_hand_over_is_refused_with_an_explanation_and_nothing_stays_op
     start: Callable[..., End], writer: CudaIpcWriter
 ) -> None:
     reader = start("reader", "cuda-ipc")
-    hello, pool_info = pool_info_of(reader, offer(reader))
+    hello, pool_info = pool_info_of(offer(reader))
     true = SharedPool.decode(pool_info)
     connect = offer(reader, 1)
     name = "baton-" + "a" * 32
@@ -197,7 +198,7 @@ def num_opened() -> int:
 
 def test_a_file_beside_the_pool_is_refused(start: Callable[..., End], writer: CudaIpcWriter) -> None:
     reader = start("reader", "cuda-ipc")
-    hello, pool_info = pool_info_of(reader, offer(reader))
+    hello, pool_info = pool_info_of(offer(reader))
     name = "baton-" + "b" * 32
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
@@ -229,7 +230,7 @@ def test_writers_of_one_epoch_try_out_their_attachments_in_areas_of_their_own(st
     """As the ranks of one prefill node do."""
     reader = start("reader", "cuda-ipc")
     ranks = [f"{PREFILL}/{rank}" for rank in range(3)]
-    pool_infos = [pool_info_of(reader, offer(reader, peer=peer))[1] for peer in ranks]
+    pool_infos = [pool_info_of(offer(reader, peer=peer))[1] for peer in ranks]
     assert len({SharedPool.decode(pool_info).area for pool_info in pool_infos}) == 3
 
 

@@ -7,13 +7,14 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.waiting import until
 
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports.base import AttachError
@@ -110,11 +111,7 @@ def writer() -> Iterator[NixlWriter]:
     writer, reader = NixlWriter(stores[0]), NixlReader(stores[1])
     connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), 4, "nixl", reader.offer(PREFILL, 1))
     writer.attach(DECODE, connect)
-    end = time.monotonic() + 60
-    while not (news := writer.poll()):
-        reader.poll(time.monotonic())
-        assert time.monotonic() < end, "the writer did not attach"
-    assert not news[0].problem
+    assert not until(lambda: reader.poll(time.monotonic()) or writer.poll())[0].problem
     yield writer
     writer.close()
     reader.close()
@@ -123,11 +120,9 @@ def writer() -> Iterator[NixlWriter]:
         store.close()
 
 
-def until(writer: NixlWriter, tickets: list[int]) -> None:
-    end, done = time.monotonic() + 60, []
-    while done != tickets:
-        done += writer.done()
-        assert time.monotonic() < end, f"only writes {done} have ended"
+def write_all(writer: NixlWriter, *writes: list[tuple[int, int]]) -> None:
+    tickets, done = [writer.write(DECODE, pages) for pages in writes], []
+    until(lambda: done.extend(writer.done()) or done == tickets)
 
 
 @pytest.fixture
@@ -149,12 +144,12 @@ def test_the_calling_thread_begins_writes_until_its_budget_is_spent(
     monkeypatch.setattr(nixl_writer, "HOLD_S", 2.5 * page_s)
     assert writer.done() == []  # the next turn
     here = threading.current_thread().name
-    until(writer, [writer.write(DECODE, [(page, 3 - page)]) for page in range(3)])
+    write_all(writer, *([(page, 3 - page)] for page in range(3)))
     assert beginners == [here, here, "nixl-send"]
-    until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
-    until(writer, [writer.write(DECODE, [(0, 3), (1, 2), (2, 1)])])
+    write_all(writer, [(0, 3), (1, 2)])
+    write_all(writer, [(0, 3), (1, 2), (2, 1)])
     assert beginners[3:] == [here, "nixl-send"]
-    wait_for(lambda: writer.poll() == [] and not writer._spent)  # the write's handle is released
+    until(lambda: writer.poll() == [] and not writer._spent)  # the write's handle is released
     assert writer.counters()["bytes_by_nixl"] == 8 * LAYOUT.page_bytes
 
 
@@ -165,18 +160,18 @@ def test_the_cost_of_a_write_is_measured_on_the_last_large_write(
     monkeypatch.setattr(nixl_writer, "HOLD_S", LAYOUT.page_bytes)  # too little for two pages at 1 s a byte
     peer_state = writer._peers[DECODE]
     peer_state.s_per_byte = guessed = 1e-9
-    until(writer, [writer.write(DECODE, [(0, 3)])])
+    write_all(writer, [(0, 3)])
     assert peer_state.s_per_byte == guessed, "a small write changed the measured cost"
     peer_state.s_per_byte = 1.0
-    until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
+    write_all(writer, [(0, 3), (1, 2)])
     assert 0 < peer_state.s_per_byte < 0.4
-    until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
+    write_all(writer, [(0, 3), (1, 2)])
     assert beginners == [threading.current_thread().name, "nixl-send", threading.current_thread().name]
 
 
 def test_a_small_write_that_fails_is_not_reported_as_ended(writer: NixlWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     """NIXL may already have begun part of it."""
-    until(writer, [writer.write(DECODE, [(0, 3), (1, 2)])])
+    write_all(writer, [(0, 3), (1, 2)])
     jobs: list[Any] = []
     with monkeypatch.context() as patch:
         patch.setattr(writer, "_jobs", SimpleNamespace(put=jobs.append))
@@ -198,10 +193,7 @@ def test_a_failed_write_of_a_detached_pair_is_reported_as_ended(peer_state: Peer
     writer._peers[peer_state.peer] = peer_state
     peer_state.num_open = 1  # one write is in progress
     ticket = writer.write(peer_state.peer, [(0, 0)])  # cannot begin: the peer's pages are unknown
-    ends = time.monotonic() + 60
-    while not writer.poll():
-        assert time.monotonic() < ends, "the connection did not break"
-        time.sleep(0.001)
+    until(writer.poll)  # the connection breaks
     assert writer.done() == []
     assert writer.detach(peer_state.peer) is False
     assert writer.done() == [ticket]
@@ -221,14 +213,6 @@ def reader() -> Iterator[NixlReader]:
     yield reader
     reader.close()
     store.close()
-
-
-def wait_for(look: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 60
-    while not (found := look()):
-        assert time.monotonic() < end, "the expected state was not reached"
-        time.sleep(0.005)
-    return found
 
 
 def offer(reader: NixlReader, peer: str, epoch: int) -> tuple[str, int]:
@@ -272,13 +256,13 @@ def test_an_agent_is_kept_until_attaching_writers_have_finished(reader: NixlRead
     assert reader.chosen("p1", 1, "nixl")
     assert offer(reader, "p2", 2) == old
     reader.reclaim("p1", 1)
-    wait_for(lambda: reader._old)
+    until(lambda: reader._old)
     time.sleep(0.1)
     assert reader.poll(0.0) == []
     new, voided = offer(reader, "p3", 3)
     assert (new != old[0], voided) == (True, 0)
     assert reader.chosen("p2", 2, "nixl")
-    fenced = wait_for(lambda: reader.poll(0.0))
+    fenced = until(lambda: reader.poll(0.0))
     assert [(news.peer, news.epoch, news.is_dead) for news in fenced] == [("p1", 1, False), ("p2", 2, False)]
     assert offer(reader, "p1", 4) == (new, 2)
     assert reader.counters()["nixl_invalidations"] == 1
@@ -297,7 +281,7 @@ def test_no_agent_is_invalidated_while_a_process_on_this_host_is_watched(
     assert reader._old is None
     monkeypatch.setattr(reader._watch, "watched", lambda: {("near", 1)})
     reader.reclaim("far", 1)
-    assert len(wait_for(lambda: reader.poll(0.0))) == 2
+    assert len(until(lambda: reader.poll(0.0))) == 2
 
 
 def test_an_agent_that_nixl_does_not_release_is_no_fence(reader: NixlReader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +289,7 @@ def test_an_agent_that_nixl_does_not_release_is_no_fence(reader: NixlReader, mon
     assert reader.chosen("far", 1, "nixl")
     kept = reader._agent.nixl
     reader.reclaim("far", 1)
-    wait_for(lambda: reader._agent.nixl is not kept and reader._old is None)
+    until(lambda: reader._agent.nixl is not kept and reader._old is None)
     time.sleep(0.1)
     assert reader.poll(0.0) == []
     assert offer(reader, "far", 2)[1] == 0
@@ -325,11 +309,11 @@ def test_repeated_failures_of_a_pair_do_not_invalidate_each_time(
         assert reader.chosen("far", epoch, "nixl")
         reader.reclaim("far", epoch)
         if epoch == 1:
-            assert wait_for(lambda: reader.poll(0.0))
+            assert until(lambda: reader.poll(0.0))
     time.sleep(0.1)
     assert (reader.poll(0.0), reader._old) == ([], None)
     monkeypatch.setattr(nixl_reader, "RENEWAL_S", 0.0)
-    assert [news.epoch for news in wait_for(lambda: reader.poll(0.0))] == [2]
+    assert [news.epoch for news in until(lambda: reader.poll(0.0))] == [2]
 
 
 def test_pages_that_were_never_granted_cause_no_invalidation(reader: NixlReader) -> None:

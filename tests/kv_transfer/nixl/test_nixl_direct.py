@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
+from support.waiting import until
 
 from common.config.node import NodeConfig
 from common.engine.kv_pool import KVPool
@@ -74,11 +75,7 @@ def pair(is_like_host_memory: None) -> Iterator[Callable[..., tuple[NixlWriter, 
 def attach(writer: NixlWriter, reader: NixlReader, layout: Any) -> None:
     offer = reader.offer(PREFILL, 1)
     writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(layout), NUM_PAGES, "nixl", offer))
-    end = time.monotonic() + 60
-    while not (news := writer.poll()):
-        reader.poll(time.monotonic())
-        assert time.monotonic() < end, "the writer did not attach"
-    assert news == [Attached(DECODE, 1)]
+    assert until(lambda: reader.poll(time.monotonic()) or writer.poll()) == [Attached(DECODE, 1)]
 
 
 def write(
@@ -86,18 +83,9 @@ def write(
 ) -> None:
     targets = [target for _, target in pages]
     reader.allow(PREFILL, 1, targets)
-    ticket, done = writer.write(DECODE, pages, slices), []
-    end = time.monotonic() + 60
-    while not (done := done + writer.done()):
-        assert time.monotonic() < end, "the write did not end"
-    assert done == [ticket]
+    ticket = writer.write(DECODE, pages, slices)
+    assert until(writer.done) == [ticket]
     reader.store.landed(targets)
-
-
-def _until(look: Callable[[], Any]) -> None:
-    end = time.monotonic() + 60
-    while not look():
-        assert time.monotonic() < end, "it never came"
 
 
 @pytest.mark.parametrize("directs", [(True, True), (True, False), (False, True)], ids=str)
@@ -166,12 +154,12 @@ def test_auto_moves_pages_directly_over_nixl_between_machines(is_like_host_memor
     offered = json.loads(connect.endpoint)
     assert set(offered) == {"shm", "nixl", "tcp"}
     writer.attach(DECODE, msgspec.structs.replace(connect, endpoint=json.dumps({"nixl": offered["nixl"]})))
-    _until(lambda: reader.poll(time.monotonic()) or writer.poll())
+    until(lambda: reader.poll(time.monotonic()) or writer.poll())
     assert reader.chosen(PREFILL, 1, "nixl")
     source.device_pages[2] = 7
     reader.allow(PREFILL, 1, [3])
     writer.write(DECODE, [(2, 3)])
-    _until(writer.done)
+    until(writer.done)
     assert target.device_pages[3].eq(7).all()
     assert not any(target.memory[:])
     writer.close()

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 from support.kv.transfer_cluster import SOME, Cluster
-from support.kv.transport_ends import until
 from support.kv.transport_process import LAYOUT, NUM_PAGES
+from support.waiting import until
 
 FAR = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "32k", "UCX_TCP_RCVBUF": "32k", "TEST_FAR": "1", "TEST_RECLAIM_S": "5"}
 

@@ -12,6 +12,7 @@ from support.kv.rank_nodes import NUM_PAGES, RankNodes
 from common.cache.page_allocator import Owner
 from common.cache.page_layout import PageLayout
 from common.errors import RankLostError
+from common.request import RequestKey
 from common.wire.messages import Connect, LayoutMessage, PagesWritten, Refused
 from kv_transfer.transports.base import Attached, AttachError
 from kv_transfer.transports.ranks import RanksReader, RanksWriter
@@ -73,13 +74,19 @@ def test_ranks_beyond_the_number_of_heads_have_the_same_ones(make: Make, ranks: 
     nodes.assert_balanced()
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
-def test_a_page_is_received_when_all_of_its_parts_are(make: Make, ranks: tuple[int, int]) -> None:
-    nodes = make(ranks)
+def send_all(nodes: RankNodes) -> RequestKey:
+    """Send the two pages of a request; what is said about them is not delivered."""
     key = nodes.begin(8)
     nodes.finish(key)
     nodes.until(lambda: nodes.sender.is_granted(key), max_pages=0)
     nodes.until(lambda: nodes.sender.counters()["pages_sent"] == 4, delivers=False)
+    return key
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
+def test_a_page_is_received_when_all_of_its_parts_are(make: Make, ranks: tuple[int, int]) -> None:
+    nodes = make(ranks)
+    key = send_all(nodes)
     told = [(m.indices, m.part) for m in nodes.to_decode if isinstance(m, PagesWritten)]
     assert sorted(told) == [((0, 1), 0), ((0, 1), 1)]
     last = nodes.to_decode.pop()
@@ -95,10 +102,7 @@ def test_a_page_is_received_when_all_of_its_parts_are(make: Make, ranks: tuple[i
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
 def test_a_damaged_part_alone_is_sent_again(make: Make, ranks: tuple[int, int]) -> None:
     nodes = make(ranks, checksums="all")
-    key = nodes.begin(8)
-    nodes.finish(key)
-    nodes.until(lambda: nodes.sender.is_granted(key), max_pages=0)
-    nodes.until(lambda: nodes.sender.counters()["pages_sent"] == 4, delivers=False)
+    key = send_all(nodes)
     first = next(page for page in range(NUM_PAGES) if nodes.target.pages(ranks[1] - 1)[page].any())
     nodes.target.pages(ranks[1] - 1)[first][0, 0, -1, 0, 0] = -1
     nodes.until(lambda: key in nodes.completed and key in nodes.released)
@@ -151,10 +155,7 @@ def test_a_pair_of_ranks_that_breaks_is_mended_and_the_transfer_goes_on(make: Ma
 def test_pages_that_came_before_a_pair_of_ranks_ended_are_read_and_count(make: Make, ranks: tuple[int, int]) -> None:
     """One pair can write no more, and the end of the other is not proven when the message about its pages comes."""
     nodes = make(ranks, transport="auto", checksums="all")
-    key = nodes.begin(8)
-    nodes.finish(key)
-    nodes.until(lambda: nodes.sender.is_granted(key), max_pages=0)
-    nodes.until(lambda: nodes.sender.counters()["pages_sent"] == 4, delivers=False)
+    key = send_all(nodes)
     reader, writer = nodes.target.transports.reader, nodes.source.transports.writer
     assert isinstance(reader, RanksReader) and isinstance(writer, RanksWriter)
     writer._ends[0].detach(f"{DECODE}/{ranks[1] - 1}")

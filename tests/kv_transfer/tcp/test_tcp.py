@@ -18,8 +18,8 @@ from support.kv.raw_tcp_peer import (
     RawTcpPeer,
     join,
     offer,
-    until,
 )
+from support.waiting import until
 
 from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage

@@ -19,8 +19,8 @@ from support.kv.raw_tcp_peer import (
     RawTcpPeer,
     join,
     offer,
-    until,
 )
+from support.waiting import until
 
 from kv_transfer.page_mapping import PageMapping
 from kv_transfer.page_slices import PageSlice
@@ -58,14 +58,20 @@ def test_a_page_that_arrives_after_its_permission_was_revoked_is_discarded(
     assert set(store.read(2)) == {0}
 
 
-def test_a_permission_can_be_revoked_in_the_middle_of_a_page(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
+def send_half(raw_peer: RawTcpPeer, store: MemfdStore) -> bytes:
+    """Sends half of page 2, and returns the rest of its frame once that has arrived."""
     frame = raw_peer.frame(2, 7)
     half = PAGE_FRAME_BYTES + SIZE // 2
     raw_peer.connection.sendall(frame[:half])
     until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
+    return frame[half:]
+
+
+def test_a_permission_can_be_revoked_in_the_middle_of_a_page(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
+    rest = send_half(raw_peer, store)
     raw_peer.reader.forbid([2])
     store.fill(2, 99)  # now another request's page
-    raw_peer.connection.sendall(frame[half:])
+    raw_peer.connection.sendall(rest)
     assert raw_peer.answer() == (0, 2)
     assert set(store.read(2)) == {99}
 
@@ -99,14 +105,11 @@ def test_revoking_a_permission_waits_for_the_copy_in_progress(
 
 
 def test_withdrawing_is_a_fence_even_in_the_middle_of_a_page(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
-    frame = raw_peer.frame(2, 7)
-    half = PAGE_FRAME_BYTES + SIZE // 2
-    raw_peer.connection.sendall(frame[:half])
-    until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
+    rest = send_half(raw_peer, store)
     raw_peer.reader.withdraw(PREFILL)
     store.fill(2, 99)
     with contextlib.suppress(OSError):
-        raw_peer.connection.sendall(frame[half:])
+        raw_peer.connection.sendall(rest)
     time.sleep(0.05)
     assert set(store.read(2)) == {99}
     assert raw_peer.reader.poll(0.0) == [Fenced(PREFILL, 1, "the connection was closed on our side")]
@@ -158,14 +161,11 @@ def test_each_part_of_a_page_is_placed_once_at_its_offset(raw_peer: RawTcpPeer, 
 
 
 def test_a_new_permission_does_not_cover_a_page_already_in_flight(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
-    frame = raw_peer.frame(2, 7)
-    half = PAGE_FRAME_BYTES + SIZE // 2
-    raw_peer.connection.sendall(frame[:half])
-    until(lambda: store.read(2)[SIZE // 2 - 1] == 7)
+    rest = send_half(raw_peer, store)
     raw_peer.reader.forbid([2])
     store.fill(2, 99)
     raw_peer.reader.allow(PREFILL, 1, [2])
-    raw_peer.connection.sendall(frame[half:])
+    raw_peer.connection.sendall(rest)
     assert raw_peer.answer() == (0, 2)
     assert set(store.read(2)) == {99}
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore, content
-from support.kv.raw_tcp_peer import NUM_PAGES, until
+from support.kv.raw_tcp_peer import NUM_PAGES
+from support.waiting import until
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.errors import ErrorCode

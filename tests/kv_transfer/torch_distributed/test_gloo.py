@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.kv.raw_gloo_peer import RawGlooPeer, attach, offer, threads
-from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer
 from support.kv.transport_ends import End, digests, join, ship
+from support.waiting import until
 
 from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage

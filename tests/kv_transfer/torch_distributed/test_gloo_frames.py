@@ -19,8 +19,9 @@ from support.examples import examples
 from support.kv.frame_damage import Change, changes, mangled
 from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
 from support.kv.raw_tcp_peer import KEY
-from support.kv.transport_ends import End, digests, join, ship, until
+from support.kv.transport_ends import End, digests, join, ship
 from support.service.fork_server import ForkServer
+from support.waiting import until
 
 from common.wire.messages import Connect
 from kv_transfer.transports.tcp.protocol import HELLO, MAC_BYTES, WELCOME, AuthenticatedConnection, Terms

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
 from support.kv.raw_gloo_peer import RawGlooPeer, attach, offer, threads
-from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, until
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE
+from support.waiting import until
 
 from kv_transfer.transports.base import Attached, Fenced
 from kv_transfer.transports.tcp.protocol import PAGE_FRAME_BYTES

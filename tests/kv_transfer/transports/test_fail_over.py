@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 from support.kv.transfer_cluster import Cluster, incarnation
-from support.kv.transport_ends import until
 from support.kv.transport_process import LAYOUT
+from support.waiting import until
 
 from kv_transfer.transports.broken_transports import MIN_REST_S
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import pytest
 from support.kv.kv_fakes import DECODE, PREFILL
-from support.kv.transport_ends import End, digests, join, ship, until
+from support.kv.transport_ends import End, digests, join, ship
 from support.kv.transport_process import LAYOUT, NUM_PAGES
+from support.waiting import until
 
 #: Transports whose reader places the bytes, so that a fence needs no message from the writer.
 PLACED = ("tcp", "gloo")

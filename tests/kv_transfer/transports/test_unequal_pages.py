@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from support.kv.kv_fakes import DECODE, PREFILL
-from support.kv.transport_ends import End, join, until
+from support.kv.transport_ends import End, join
 from support.kv.transport_process import LAYOUT, page_content
+from support.waiting import until
 
 from common.cache.page_layout import PageLayout
 from kv_transfer.page_mapping import PageMapping

@@ -13,7 +13,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from common.config.shared import WeightDtype
 from common.engine.attention import resolve_attention
-from common.engine.attention.protocol import planned_params
 from common.engine.batch import RowArrays
 from common.engine.kv_pool import KVPool
 from common.engine.models.base_config import BaseModelConfig
@@ -34,7 +33,7 @@ class RankThreads:
         self.num_ranks = num_ranks
         self._config = config
         self._weight_dtype: WeightDtype = weight_dtype
-        self._attention = resolve_attention(attention, CPU, config.layout(1, "float32"), planned_params(config.layers))
+        self._attention = resolve_attention(attention, CPU, config.layout(1, "float32"))
         self._store = HashStore()
         self._steps: list[queue.Queue[Any]] = [queue.Queue() for _ in range(1, num_ranks)]
         self._threads: list[threading.Thread] = []

@@ -230,6 +230,12 @@ class FakeNode:
         await self.until(lambda: self.is_registered)
         return self
 
+    async def only_rid(self) -> str:
+        """Waits for the only request of this node; returns its id."""
+        await self.until(lambda: self.generates)
+        (rid,) = self.generates
+        return rid
+
     async def until_refused(self) -> "FakeNode":
         await self.until(lambda: self.refusal)
         return self
@@ -403,6 +409,17 @@ class Stack:
 
     async def pair(self, **changes: Any) -> tuple[FakeNode, FakeNode]:
         return await self.node("prefill", **changes), await self.node("decode", **changes)
+
+    async def silent_pair(self, **changes: Any) -> tuple[FakeNode, FakeNode]:
+        """A pair that sends nothing; the test sends messages itself."""
+        prefill, decode = await self.pair(**changes)
+        prefill.on_generate = decode.on_generate = silent
+        return prefill, decode
+
+    def silence(self) -> None:
+        """Makes all nodes send nothing."""
+        for node in self.nodes:
+            node.on_generate = silent
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         """Returns status and JSON of a response."""

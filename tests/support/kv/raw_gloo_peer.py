@@ -4,7 +4,8 @@ import threading
 
 import torch
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL
-from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer, until
+from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer
+from support.waiting import until
 
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports.base import Attached

@@ -2,10 +2,10 @@
 
 import socket
 import time
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL
+from support.waiting import until
 
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.page_slices import PageSlice, whole
@@ -21,15 +21,6 @@ KEY = b"the cluster's key"
 
 def offer(reader: TcpReader, epoch: int = 1) -> Connect:
     return Connect("decode-0", "model", epoch, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", reader.offer(PREFILL, epoch))
-
-
-def until(look: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if found := look():
-            return found
-        time.sleep(0.002)
-    raise AssertionError(f"not within {timeout_s:g} s")
 
 
 def join(writer: TcpWriter, reader: TcpReader, epoch: int = 1) -> None:

@@ -4,9 +4,10 @@ import json
 from collections import deque
 from typing import Any
 
-from support.kv.transport_ends import End, until
+from support.kv.transport_ends import End
 from support.kv.transport_process import NUM_PAGES
 from support.service.fork_server import ForkServer
+from support.waiting import until
 
 SOME = NUM_PAGES // 2  # of a request's pages; two of them fill the pool to the last page
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 
 from support.kv.transfer_cluster import SOME, Cluster
-from support.kv.transport_ends import until
 from support.kv.transport_process import NUM_PAGES
+from support.waiting import until
 
 STEPS = ("offered", "attaching", "granted", "writing", "written", "acknowledging")
 #: Longer than a healthy peer needs on a busy machine. The other node is stopped for longer than this.

@@ -6,14 +6,13 @@ import json
 import os
 import select
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from support.kv.kv_fakes import DECODE, PREFILL
 from support.kv.transport_process import page_content
 from support.service.fork_server import ForkServer
+from support.waiting import until
 
 TRANSPORTS = ("shm", "cuda-ipc", "tcp", "nixl", "gloo")
 
@@ -64,16 +63,6 @@ def _states(pid: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             found.append((task / "stat").read_text().rpartition(")")[2].split()[0])
     return found
-
-
-def until(look: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """The first true answer."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if found := look():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it never came")
 
 
 def join(writer: End, reader: End, transport: str, epoch: int = 1) -> None:

@@ -67,12 +67,6 @@ def flags(options: dict[str, Any]) -> list[str]:
     return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
 
 
-def cpu_seconds(pid: int) -> float:
-    """Returns the CPU time of a process, all threads together."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from scripts.benchmarks.harness.cpu_contention import cpu_seconds
+
 WARM_UP_S = 0.3
 
 #: Makes a stream send its next chunk, given the client's connection.
@@ -192,8 +194,3 @@ async def _rate(pid: int, count: Callable[[], int], seconds: float) -> Measureme
     await asyncio.sleep(seconds)
     num_events, elapsed_s = count() - before, time.perf_counter() - started_at
     return Measurement(num_events / elapsed_s, 1e6 * (cpu_seconds(pid) - cpu_s) / max(num_events, 1))
-
-
-def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far, over all its threads."""
-    return time.clock_gettime(~pid << 3 | 2)  # its CPU clock, as clock_getcpuclockid(3) numbers it on Linux

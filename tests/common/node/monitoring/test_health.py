@@ -2,11 +2,11 @@
 
 import json
 import threading
-import time
 
 import pytest
 import zmq
 from support.engine.synchronous_executor import SynchronousExecutor
+from support.waiting import until
 
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
@@ -106,17 +106,15 @@ def node():
     context.term()
 
 
-def until(check, status):
-    ends = time.monotonic() + 60
-    while (answer := check.answer()).status != status:
-        assert time.monotonic() < ends
-        time.sleep(0.02)
+def body_with(check, status):
+    """The body of the first answer with this status."""
+    answer = until(lambda: found if (found := check.answer()).status == status else None)
     return json.loads(answer.body)
 
 
 def test_a_node_without_a_gateway_is_healthy_and_says_what_it_waits_for(node):
     _, _, check = node
-    body = until(check, 200)
+    body = body_with(check, 200)
     assert (body["status"], body["problem"]) == ("ok", "")
     assert (body["name"], body["role"], body["model"]) == ("d0", "decode", "m")
     assert body["is_registered"] is False
@@ -126,20 +124,20 @@ def test_a_node_without_a_gateway_is_healthy_and_says_what_it_waits_for(node):
 def test_a_hung_engine_is_reported_until_its_step_ends(node):
     role, executor, check = node
     role.plans.append(StepPlan(1, (), (), ()))
-    body = until(check, 503)
+    body = body_with(check, 503)
     assert body["status"] == "stalled"
     assert body["problem"].startswith("the engine has computed one step for ")
     assert body["problem"].endswith("s (--health-timeout 2)")
     executor.may_run.set()
-    assert until(check, 200)["step_s"] == 0
+    assert body_with(check, 200)["step_s"] == 0
 
 
 def test_a_hung_event_loop_is_reported_until_it_turns(node):
     role, _, check = node
     role.may_tick.clear()
-    assert until(check, 503)["problem"].startswith("the event loop has not turned for ")
+    assert body_with(check, 503)["problem"].startswith("the event loop has not turned for ")
     role.may_tick.set()
-    assert until(check, 200)["problem"] == ""
+    assert body_with(check, 200)["problem"] == ""
 
 
 @pytest.mark.parametrize(

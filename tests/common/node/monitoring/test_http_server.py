@@ -8,6 +8,7 @@ import time
 
 import h11
 import pytest
+from support.waiting import until
 from support.wire.mutated_http import mutated
 
 from common.errors import ConfigError
@@ -134,10 +135,7 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
     address = listener.getsockname()
     with socket.create_connection(address, timeout=60) as client:
         client.sendall(REQUEST)
-        ends = time.monotonic() + 60
-        while not asked or running._num_connections:
-            assert time.monotonic() < ends
-            time.sleep(0.01)
+        until(lambda: asked and not running._num_connections)
         received = 0
         with contextlib.suppress(ConnectionError):
             while more := client.recv(1 << 20):
@@ -149,12 +147,8 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
 def test_idle_connections_are_bounded_and_make_room_in_time(server, monkeypatch):
     monkeypatch.setattr(http_server, "EXCHANGE_S", 8.0)  # longer than it takes to open all connections
     idle = [socket.create_connection(server, timeout=60) for _ in range(http_server.MAX_CONNECTIONS)]
-    ends = time.monotonic() + 60
-    while exchange(server, REQUEST):  # until all of them are accepted, a further one may still be served
-        assert time.monotonic() < ends
-    while not (answer := exchange(server, REQUEST)):
-        assert time.monotonic() < ends
-    assert status(answer) == 200
+    until(lambda: not exchange(server, REQUEST))  # while not all of them are accepted, a further one may be served
+    assert status(until(lambda: exchange(server, REQUEST))) == 200
     for client in idle:
         client.close()
 

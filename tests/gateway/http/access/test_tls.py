@@ -10,7 +10,7 @@ import httpx2
 import openai
 import pytest
 from support.gateway.certificates import certificate, make_certificate
-from support.gateway.fake_nodes import running, silent
+from support.gateway.fake_nodes import running
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
@@ -86,16 +86,14 @@ async def test_a_client_that_says_nothing_is_closed(folder, certificate, monkeyp
 
 @pytest.mark.parametrize("how", ["abort", "close", "half"])
 async def test_a_client_that_vanishes_ends_its_stream(stack, certificate, how):
-    for node in stack.nodes:
-        node.on_generate = silent
+    stack.silence()
     prefill = stack.nodes[0]
     raw = socket.create_connection(stack.gateway._http.address)
     async with connected(stack, certificate, sock=raw) as (reader, writer):
         body = b'{"prompt": "a", "max_tokens": 9, "stream": true}'
         head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
         writer.write(head % (COMPLETIONS.encode(), len(body)) + body)
-        await prefill.until(lambda: prefill.generates)
-        (rid,) = prefill.generates
+        rid = await prefill.only_rid()
         prefill.tokens(rid, 0, (65,))
         assert b"200 OK" in await reader.readuntil(b"data: ")
         if how == "abort":
@@ -110,8 +108,7 @@ async def test_a_client_that_vanishes_ends_its_stream(stack, certificate, how):
 async def test_a_client_that_does_not_read_is_disconnected(folder, certificate, monkeypatch):
     monkeypatch.setattr("gateway.http.streaming.STALL_S", 0.2)
     async with running(folder, **certificate.options) as stack:
-        for node in await stack.pair(context_length=500_000, num_pages=40_000):
-            node.on_generate = silent
+        await stack.silent_pair(context_length=500_000, num_pages=40_000)
         prefill, decode = stack.nodes
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -120,8 +117,7 @@ async def test_a_client_that_does_not_read_is_disconnected(folder, certificate, 
             body = b'{"text": "a", "stream": true, "deadline_ms": 1000, "sampling_params": {"max_new_tokens": 450000}}'
             writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             writer.transport.pause_reading()
-            await prefill.until(lambda: prefill.generates)
-            (rid,) = prefill.generates
+            rid = await prefill.only_rid()
             prefill.tokens(rid, 0, (65,))
             for i in range(60):
                 decode.tokens(rid, 1 + 1000 * i, (65,) * 1000)

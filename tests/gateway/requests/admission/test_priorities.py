@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
-from support.gateway.fake_nodes import echo, running, silent
+from support.gateway.fake_nodes import echo, running
 from support.gateway.key_files import write_key_file
 
 from common.request import LOWEST_PRIORITY
@@ -125,8 +125,7 @@ async def test_a_tenant_can_end_and_change_only_its_own_requests(folder, tmp_pat
     keys = write_key_file(tmp_path / "keys", **KEYS)
     options = {"api_key": "main", "api_key_file": keys, "enable_priority_scheduling": True}
     async with serving(folder, **options) as stack:
-        for node in stack.nodes:
-            node.on_generate = silent
+        stack.silence()
         body = {"text": "a", "rid": "mine"}
         call = asyncio.ensure_future(stack.post("/generate", body, **bearer("k1")))
         await stack.nodes[1].until(lambda: stack.nodes[1].generates)
@@ -146,8 +145,7 @@ async def test_an_admin_can_end_and_change_the_requests_of_all(folder, tmp_path,
     keys = write_key_file(tmp_path / "keys", **KEYS)
     options = {"api_key": "main", "api_key_file": keys, "enable_priority_scheduling": True}
     async with serving(folder, **options) as stack:
-        for node in stack.nodes:
-            node.on_generate = silent
+        stack.silence()
         call = asyncio.ensure_future(stack.post("/generate", {"text": "a", "rid": "mine"}, **bearer("k1")))
         await stack.nodes[1].until(lambda: stack.nodes[1].generates)
         assert (await stack.post("/v1/requests/mine/priority", {"priority": 1}, **bearer("root")))[0] == 200
@@ -173,8 +171,7 @@ async def test_a_revoked_key_is_refused_and_changed_limits_hold(folder, tmp_path
 async def test_the_requests_of_a_tenant_are_bounded_apart_from_others(folder):
     quotas = ("alice:requests=1",)
     async with serving(folder, tenant_header=True, tenant_quotas=quotas) as stack:
-        for node in stack.nodes:
-            node.on_generate = silent
+        stack.silence()
         alice, bob = {"x-baton-tenant": "alice"}, {"x-baton-tenant": "bob"}
         call = asyncio.ensure_future(stack.post("/v1/completions", BODY, **alice))
         await stack.nodes[1].until(lambda: stack.nodes[1].generates)
@@ -210,9 +207,7 @@ async def test_a_request_refused_by_a_full_gateway_is_not_charged(folder):
     async with running(
         folder, max_queued_requests=0, **{**options, "tenant_quotas": tuple(options["tenant_quotas"])}
     ) as stack:
-        await stack.pair(max_running=1)
-        for node in stack.nodes:
-            node.on_generate = silent
+        await stack.silent_pair(max_running=1)
         call = asyncio.ensure_future(stack.post("/v1/completions", BODY))
         for node in stack.nodes:
             await node.until(lambda node=node: node.generates)
@@ -235,8 +230,7 @@ async def queued(folder, *rids, **config):
     """One request on the only row, the others waiting in this order."""
     options = {"enable_priority_scheduling": True, "max_dispatch_ahead": 0, **config}
     async with running(folder, **options) as stack:
-        for node in await stack.pair(max_running=1):
-            node.on_generate = silent
+        await stack.silent_pair(max_running=1)
         calls = []
         for rid in ("first", *rids):
             body = {"text": "a", "rid": rid, "sampling_params": {"max_new_tokens": 2}}

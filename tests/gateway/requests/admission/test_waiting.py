@@ -12,9 +12,7 @@ async def full(folder, *, lookahead=0, nodes=None, **config):
     """A gateway whose only pair has one row, taken by a request that does not end by itself."""
     values = {"enable_priority_scheduling": True, "max_dispatch_ahead": lookahead, "heartbeat_interval": 0.1, **config}
     async with running(folder, **values) as stack:
-        await stack.pair(max_running=1, **(nodes or {}))
-        for node in stack.nodes:
-            node.on_generate = silent
+        await stack.silent_pair(max_running=1, **(nodes or {}))
         first = await sent(stack, "first")
         await stack.nodes[0].until(lambda: stack.nodes[0].generates)
         yield stack, first

@@ -185,7 +185,7 @@ def test_a_node_that_comes_and_goes_leaves_no_cache_to_the_next_one_in_its_row()
 def test_a_node_in_another_role_has_its_cache_and_the_requests_that_it_was_given():
     router, prompt = Router(piece_tokens=4), (1,) * 40
     old, new = Candidate("old", 1_000), Candidate("new", 1_000)
-    router.cached(prompt, "", "old")
+    router.note_cached(prompt, "", "old")
     given = router.choose((new,), (Candidate("d", 10_000),), (7,) * 9, num_new=2)
     router.rename_worker("old", "new")
     assert router.load("new") == 9

@@ -106,7 +106,7 @@ def test_a_full_decode_node_leaves_the_prompt_and_its_pages_to_the_prefill_node(
 
 def test_a_prompt_that_a_decode_node_has_cached_is_computed_there():
     chosen = router()
-    chosen.cached(prompt(1, 400), "", "d2")
+    chosen.note_cached(prompt(1, 400), "", "d2")
     pair = chosen.choose([PREFILL], [DECODE, OTHER], prompt(1, 404), num_new=2)
     assert (pair.nodes, pair.num_compute) == (("d2",), 4)
 
