@@ -94,7 +94,7 @@ class NodeAdapters:
         self._withdrawn: dict[str, Withdrawal] = {}  # by name
         self._unloaded: dict[str, int] = {}  # by name: the number of the change
         self._has_withdrawn = False  # since the last ``take``
-        self._loading: Counter[str] = Counter()  # by name
+        self._loading: Counter[tuple[str, int]] = Counter()  # by name and number of the change
         self._read: SimpleQueue[Read] = SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -138,7 +138,7 @@ class NodeAdapters:
         asked = Asked(link, message)
         try:
             if (message.change, isinstance(message, UnloadAdapter)) < self._last_change(message.name):
-                raise ConfigError(f"another change of the adapter {message.name} has come later; ask again")
+                raise _overtaken(message.name)
             if isinstance(message, UnloadAdapter):
                 self._begin_to_unload(asked, message.name)
             else:
@@ -166,7 +166,7 @@ class NodeAdapters:
             raise ConfigError(
                 f"the adapter {name} is being unloaded; load it again when the last request with it has ended"
             )
-        num_held = len({*self._serving, name, *self._loading, *self._withdrawn})
+        num_held = len({*self._serving, name, *(loading for loading, _ in self._loading), *self._withdrawn})
         if num_held > config.max_loaded_loras:
             raise ConfigError(
                 f"this node has {num_held - 1} adapters already, which is --max-loaded-loras; unload one, or raise it"
@@ -175,7 +175,7 @@ class NodeAdapters:
         folder = _below(root, message.path)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        self._loading[name] += 1
+        self._loading[name, message.change] += 1
         self._threads.submit(self._load, asked, folder, root)
 
     def _load(self, asked: Asked, folder: Path, root: Path) -> None:
@@ -191,9 +191,9 @@ class NodeAdapters:
         self._notify()
 
     def _begin_to_unload(self, asked: Asked, name: str) -> None:
-        if name in self._loading:
-            raise ConfigError(f"the adapter {name} is being loaded; unload it when it is there")
         change = asked.message.change
+        if any(loading == name and later > change for loading, later in self._loading):
+            raise _overtaken(name)
         if name in self._serving:
             adapter = replace(self._serving.pop(name), change=change, is_withdrawn=True)
             self._withdrawn[name] = Withdrawal(adapter, [asked])
@@ -229,7 +229,7 @@ class NodeAdapters:
 
         Args:
             in_use: ids of the adapters of the requests that are on this node.
-            gateways: incarnations of those with which the node is registered.
+            gateways: incarnations of those that may send requests with an adapter that is withdrawn.
         """
         answers: list[tuple[Any, Adapters]] = []
         while not self._read.empty():
@@ -254,11 +254,13 @@ class NodeAdapters:
         message = read.asked.message
         name = message.name
         if read.was_loading:
-            self._loading -= Counter([name])
+            self._loading -= Counter([(name, message.change)])
         if read.adapter is None or not isinstance(message, LoadAdapter):
             return read.error
         served = self._serving.get(name)
         if served is None:
+            if (message.change, False) < self._last_change(name):  # it was unloaded while it was read
+                return str(_overtaken(name))
             self._serve(name, read.adapter, message.path, message.change)
         elif served.digest != read.adapter.digest:
             return f"this node has another adapter {name} already; unload that one first"
@@ -284,6 +286,10 @@ class NodeAdapters:
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _overtaken(name: str) -> ConfigError:
+    return ConfigError(f"another change of the adapter {name} has come later; ask again")
 
 
 def _below(root: Path, path: str) -> Path:

@@ -216,8 +216,7 @@ class EventLoop:
     def _change_adapters(self) -> None:
         """Tell every gateway of the adapters that come, are withdrawn or go, and the one that asked, how that went."""
         in_use = {request.adapter for request in self._role.requests().values()}
-        gateways = [link.incarnation for link in self._links if link.is_registered]
-        for asker, answer in self._adapters.take(in_use, gateways):
+        for asker, answer in self._adapters.take(in_use, self._links.connected):
             for link in self._links:
                 if link is asker:
                     link.send(answer)

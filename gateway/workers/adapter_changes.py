@@ -103,10 +103,8 @@ class AdapterChanges:
     async def _ask_all(self, pool: WorkerPool, message: LoadAdapter | UnloadAdapter, timeout_s: float) -> NodeErrors:
         nodes = list(pool.registry.workers.values())
         answers = await self._rpc.call([node.incarnation for node in nodes], message, Adapters, timeout_s)
-        # Nodes may have come meanwhile, and may have begun to serve an adapter that they could not unload yet.
-        is_unload = isinstance(message, UnloadAdapter)
-        missed = [node for node in pool.registry.workers.values() if is_unload or node not in nodes]
-        self._update(pool, missed, [message.name])
+        came = [node for node in pool.registry.workers.values() if node not in nodes]
+        self._update(pool, came, [message.name])
         found: NodeErrors = []
         for node in nodes:
             answer = answers.get(node.incarnation)
@@ -119,7 +117,7 @@ class AdapterChanges:
     def changed(self, pool: WorkerPool, node: Worker, message: Adapters) -> None:
         """A node says which adapters it has now; another gateway may have asked for the change.
 
-        It may have refused a change while it made this one, such as an unload while it was reading the adapter.
+        It may have refused a change while it made this one, such as a load while requests still had the adapter.
         """
         before = set(node.register.adapters)
         pool.registry.set_adapters(node.incarnation, message.adapters, message.unloaded)

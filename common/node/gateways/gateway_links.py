@@ -102,6 +102,12 @@ class GatewayLinks:
         return all(link.is_dialling for link in self._links)
 
     @property
+    def connected(self) -> list[str]:
+        """Incarnations of the gateways that may send requests, or that are registering this node as it was when they
+        were connected; empty for one that has not answered yet."""
+        return [link.incarnation for link in self._links if not link.is_dialling]
+
+    @property
     def have_acknowledged(self) -> bool:
         """Whether every gateway has (``GatewayLink.has_acknowledged``)."""
         return all(link.has_acknowledged for link in self._links)

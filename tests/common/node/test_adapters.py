@@ -228,21 +228,48 @@ def test_the_oldest_of_very_many_unloaded_names_is_forgotten(folder: Path) -> No
     assert "a0" not in node.adapters.unloaded
 
 
-def test_an_adapter_is_not_unloaded_while_it_is_loaded_and_several_gateways_may_load_it(folder: Path) -> None:
-    node = Node(folder, max_loaded_loras=1)
-    node.engine.may_read.clear()
-    for number in (1, 2):
-        node.adapters.begin(LINK, LoadAdapter("a", "a", 1, number))
-    assert "is being loaded" in node.ask(UnloadAdapter("a", 2, 3))
+def answers_of_two_loads(node: Node) -> list[tuple[int, str]]:
     node.engine.may_read.set()
-    answers = []
+    answers: list[tuple[int, str]] = []
     while len(answers) < 2:
         assert node.woken.wait(60)
         node.woken.clear()
         answers += [(answer.number, answer.error) for _, answer in node.take()]
-    assert answers == [(1, ""), (2, "")]
-    assert node.ask(UnloadAdapter("a", 2, 4)) == ""
     node.adapters.close()
+    return answers
+
+
+def begin_two_loads(node: Node) -> None:
+    node.engine.may_read.clear()
+    for number in (1, 2):
+        node.adapters.begin(LINK, LoadAdapter("a", "a", 2, number))
+
+
+def test_several_gateways_may_load_one_adapter(folder: Path) -> None:
+    node = Node(folder, max_loaded_loras=1)
+    begin_two_loads(node)
+    assert answers_of_two_loads(node) == [(1, ""), (2, "")]
+    assert node.names == ["a"]
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_an_adapter_that_is_unloaded_while_it_is_read_is_not_served(folder: Path, is_served: bool) -> None:
+    node = Node(folder)
+    if is_served:
+        assert node.ask(LoadAdapter("a", "a", 1)) == ""
+    begin_two_loads(node)
+    assert node.ask(UnloadAdapter("a", 3, 3)) == ""
+    late = "another change of the adapter a has come later; ask again"
+    assert answers_of_two_loads(node) == [(1, late), (2, late)]
+    assert node.adapters.state == Adapters((), {"a": 3})
+
+
+def test_an_unload_is_refused_if_a_later_load_is_under_way(folder: Path) -> None:
+    node = Node(folder)
+    begin_two_loads(node)
+    assert "has come later" in node.ask(UnloadAdapter("a", 1, 3))
+    assert answers_of_two_loads(node) == [(1, ""), (2, "")]
+    assert node.names == ["a"]
 
 
 @pytest.mark.parametrize(

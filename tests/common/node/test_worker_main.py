@@ -353,7 +353,7 @@ def test_prefill_nodes_are_those_of_all_gateways() -> None:
             assert sorted(role.named) == [f"prefill-{i}" for i in sorted(names)]
 
 
-def test_a_withdrawn_adapter_waits_for_every_registered_gateway_and_is_told_to_one_that_registers(
+def test_a_withdrawn_adapter_waits_for_every_connected_gateway_and_is_told_to_one_that_registers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     adapter = Adapter("a", "0" * 32)
@@ -363,18 +363,21 @@ def test_a_withdrawn_adapter_waits_for_every_registered_gateway_and_is_told_to_o
         node._adapters._serving["a"] = adapter
         monkeypatch.setattr(node._adapters._engine, "drop_adapter", lambda dropped: None, raising=False)
         first, second = node._links
+        first.is_dialling = False
         node._on_gateway(first, "1" * 32, Registered(1, 1.0), 0.0)
         assert sent == [], "nothing has changed"
         node._on_gateway(first, "1" * 32, UnloadAdapter("a", 1, number=5), 0.0)
         node._change_adapters()
         withdrawn = Adapters((msgspec.structs.replace(adapter, change=1, is_withdrawn=True),))
         assert sent == [(first, withdrawn), (second, withdrawn)]
+        second.is_dialling = False  # it registers the node as it was, and may send it requests with the adapter
+        node._on_gateway(first, "1" * 32, AdapterUnused(adapter.id), 0.0)
+        node._change_adapters()
         node._on_gateway(second, "2" * 32, Registered(1, 1.0), 0.0)
         assert sent[2:] == [(second, withdrawn)]
-        for gateway, link in ("1" * 32, first), ("2" * 32, second):
-            node._change_adapters()
-            assert len(sent) == 3, "a gateway may still send requests with the adapter"
-            node._on_gateway(link, gateway, AdapterUnused(adapter.id), 0.0)
+        node._change_adapters()
+        assert len(sent) == 3, "a gateway may still send requests with the adapter"
+        node._on_gateway(second, "2" * 32, AdapterUnused(adapter.id), 0.0)
         node._change_adapters()
         assert sent[3:] == [(first, Adapters((), {"a": 1}, number=5)), (second, Adapters((), {"a": 1}))]
 
