@@ -242,6 +242,21 @@ def test_few_rows_take_as_long_as_some_more_if_reading_the_weights_takes_the_tim
         assert found.seconds(work) == pytest.approx(costs.seconds(work), rel=0.01)
 
 
+def test_short_prompts_take_as_long_as_longer_ones_if_reading_the_weights_takes_the_time() -> None:
+    """Up to 160 tokens, a prompt takes 9 ms."""
+    costs = Costs(step_s=1e-3, weights_s=8e-3, row_s=0.5e-3, prompt_token_s=50e-6, prompt_pair_s=1e-9)
+    lengths = (16, 39, 95, 232, 565, 1378)
+    works = {length: StepWork(length, 0, 0, length * (length + 1) // 2) for length in lengths}
+    samples = Samples(prompts=[PromptSample(length, 0.1, costs.seconds(works[length])) for length in lengths] * 3)
+    for num_rows in (1, 2, 4, 8, 16, 32):
+        seconds = costs.seconds(StepWork(0, num_rows, 20 * num_rows))
+        samples.steps += [StepSample(num_rows, 20 * num_rows, (seconds,))] * 10
+    fit = fit_costs(samples, KV_BYTES)
+    for work in works.values():
+        assert fit.costs.seconds(work) == pytest.approx(costs.seconds(work), rel=0.01)
+    assert fit.errors["prompts"] < 0.01
+
+
 def test_tokens_that_are_read_together_do_not_spoil_the_fit() -> None:
     prompts = [PromptSample(length, 0.1, 0.01 + 1e-4 * length) for length in (50, 100, 200) * 4]
     steps = [StepSample(1, 20, (0.01, 0.01))] * 40 + [StepSample(1, 20, (0.0,))]
