@@ -140,7 +140,7 @@ async def test_a_request_on_a_kept_connection_is_lost_unless_the_connection_was_
         for _ in range(2):
             tally.add(COMPLETION, await client.send(COMPLETION, 60.0), REFERENCE)
         client.close()
-    assert tally.verdicts == {Verdict.EQUAL: 1, **{verdict: 1 + (verdict is Verdict.EQUAL)}}
+    assert tally.verdicts == {Verdict.EQUAL: 1, verdict: 1 + (verdict is Verdict.EQUAL)}
     assert len(heads) == num_sent
 
 
