@@ -201,6 +201,18 @@ def test_responses_without_streaming_are_measured(tmp_path: Path) -> None:
     assert any("not streamed" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("options", [{"rate": "50"}, {"concurrency": 5}])
+def test_rates_are_until_the_last_token_if_the_requests_end_before_the_duration(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with mock_server(tmp_path, "--ttft", "0.5") as server:
+        report = load(server, num_requests=10, duration="60", output_len="4", **options)
+    end_s = max(record.stamps_s[-1] for record in report.records)
+    assert report.throughput["window_s"] == [0.0, end_s]
+    assert report.throughput["requests_per_s"] == pytest.approx(10 / end_s)
+    assert report.service["goodput_per_s"] == pytest.approx(10 / end_s)
+
+
 def test_usage_that_disagrees_with_the_tokens_is_reported(tmp_path: Path) -> None:
     with mock_server(tmp_path, "--wrong-usage") as server:
         report = load(server, rate="50", num_requests=5, output_len="4", return_token_ids=True)
