@@ -225,10 +225,10 @@ class _Run:
         return begin_s, end_s
 
     def _is_cut(self, records: list[RequestRecord]) -> bool:
-        """Whether ``--duration`` ended the load, and not ``--num-requests``."""
-        most = self._config.num_requests
+        """Whether ``--duration`` ended the load, and not the number of requests."""
+        wanted = self._plan.num_wanted
         num_sessions = sum(record.turn == 0 for record in records)
-        return self._config.duration_s is not None and (most is None or num_sessions < most)
+        return self._config.duration_s is not None and (wanted is None or num_sessions < wanted)
 
 
 def check_endpoint(endpoint: str, requests: Sequence[PlannedRequest]) -> None:
