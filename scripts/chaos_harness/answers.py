@@ -21,8 +21,8 @@ from scripts.load_tester.client.sse_parser import body_parts, split_events
 LOGPROB_TOLERANCE = 1e-3
 #: Error codes of requests that were never accepted.
 REFUSALS = ("queue_full", "rate_limit_exceeded", "no_route", "quota_exceeded")
-#: A gateway without nodes refuses at once. After this long, ``no_route`` ends a request that was accepted and waited for
-#: nodes, by default for 60 s.
+#: A gateway without nodes refuses at once. After this long, ``no_route`` ends a request that was accepted and waited
+#: for nodes, by default for 60 s.
 MAX_REFUSAL_S = 30.0
 
 

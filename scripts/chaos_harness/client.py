@@ -2,19 +2,14 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field
 
 from scripts.chaos_harness.answers import Answer, read_answer
 from scripts.chaos_harness.workload import LoadRequest
 from scripts.load_tester.client.connection import Connection, Exchange
 
-
-@dataclass(slots=True)
-class _Waiting:
-    """The request of an exchange, and the future that its end resolves."""
-
-    ended: "asyncio.Future[None]"
-    connection: Connection | None = field(default=None)
+#: Idle connections are not used again after this long. A gateway closes them after 75 s, so that one that it closes
+#: under a request has lost that request.
+MAX_IDLE_S = 30.0
 
 
 class Client:
@@ -22,7 +17,7 @@ class Client:
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
-        self._idle: list[Connection] = []
+        self._idle: list[tuple[Connection, float]] = []  # since when
         self.num_in_flight = 0
 
     async def send(self, request: LoadRequest, timeout_s: float, headers: str = "") -> Answer:
@@ -54,7 +49,7 @@ class Client:
         return (int(words[1]), rest) if len(words) > 1 and not exchange.error else (0, rest)
 
     def close(self) -> None:
-        for connection in self._idle:
+        for connection, _ in self._idle:
             connection.close()
         self._idle.clear()
 
@@ -69,23 +64,27 @@ class Client:
         return exchange
 
     async def _run(self, exchange: Exchange) -> None:
-        waiting = _Waiting(asyncio.get_running_loop().create_future())
-        exchange.request = waiting
-        while not waiting.ended.done():
-            try:
-                connection = self._idle.pop() if self._idle else await self._open()
-            except OSError as error:
-                exchange.error = f"connect: {error}"
-                return
-            connection.send(exchange)
-            try:
-                await waiting.ended
-            finally:
-                if connection.exchange is exchange:  # this was cancelled
-                    connection.close()
-            if exchange.error == "reuse":
-                exchange.error = ""
-                waiting = exchange.request = _Waiting(asyncio.get_running_loop().create_future())
+        ended = exchange.request = asyncio.get_running_loop().create_future()
+        try:
+            connection = self._kept() or await self._open()
+        except OSError as error:
+            exchange.error = f"connect: {error}"
+            return
+        connection.send(exchange)
+        try:
+            await ended
+        finally:
+            if connection.exchange is exchange:  # this was cancelled
+                connection.close()
+
+    def _kept(self) -> Connection | None:
+        """An open connection, if there is one that is not too old."""
+        while self._idle:
+            connection, since = self._idle.pop()
+            if time.monotonic() - since < MAX_IDLE_S:
+                return connection
+            connection.close()
+        return None
 
     async def _open(self) -> Connection:
         _, connection = await asyncio.get_running_loop().create_connection(
@@ -97,21 +96,20 @@ class Client:
 
     def on_response(self, connection: Connection, exchange: Exchange) -> None:
         if connection.is_reusable and connection.exchange is None:
-            self._idle.append(connection)
+            self._idle.append((connection, time.monotonic()))
         self._end(exchange, exchange.error)
 
     def on_lost(self, connection: Connection, exchange: Exchange | None) -> None:
         if exchange is None:
-            if connection in self._idle:
-                self._idle.remove(connection)
+            self._idle = [kept for kept in self._idle if kept[0] is not connection]
             return
         exchange.ended_at = time.monotonic()
-        self._end(exchange, "reuse" if connection.was_closed_idle(exchange) else "dropped")
+        self._end(exchange, "dropped")
 
     @staticmethod
     def _end(exchange: Exchange, error: str) -> None:
         exchange.error = error
-        waiting = exchange.request
-        assert isinstance(waiting, _Waiting)
-        if not waiting.ended.done():
-            waiting.ended.set_result(None)
+        ended = exchange.request
+        assert isinstance(ended, asyncio.Future)
+        if not ended.done():
+            ended.set_result(None)

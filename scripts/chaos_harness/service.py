@@ -171,13 +171,13 @@ class ChaosService:
         self._keeper = asyncio.create_task(self._keep())
 
     async def until_registered(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Return once every node is in rotation. Raises ServiceFailed."""
+        """Return once every gateway serves, with every node in rotation. Raises ServiceFailed."""
         ends_at = time.monotonic() + timeout_s
-        while not all(node.is_registered for node in self.workers):
+        while not all(node.is_registered for node in self.nodes.values()):
             await self._look()
             dead = [node.name for node in self.nodes.values() if not node.is_running and self._keeper is None]
             if dead or time.monotonic() > ends_at:
-                missing = ", ".join(node.name for node in self.workers if not node.is_registered)
+                missing = ", ".join(node.name for node in self.nodes.values() if not node.is_registered)
                 why = f"{', '.join(dead)} ended" if dead else f"not in rotation after {timeout_s:g} s: {missing}"
                 raise ServiceFailed(f"{why}\n{self.log_tail()}")
             await asyncio.sleep(POLL_S)

@@ -209,20 +209,26 @@ class _Run:
         """First and last intended instant of measured requests."""
         config, plan = self._config, self._plan
         end_s = plan.seconds
-        if end_s is None:
+        if end_s is None or not (plan.is_open or self._is_cut(records)):
             end_s = _last_token_s(records)
         if result.was_stopped:
             end_s = min(end_s, result.ended_at - result.start_at)
         return config.warmup_s, end_s - config.cooldown_s
 
     def _throughput_window(self, begin_s: float, end_s: float, records: list[RequestRecord]) -> tuple[float, float]:
-        """The measured part of ``--duration``; without it, until the last token, as other tools count.
+        """The measured part of ``--duration``; where that does not end the load, until the last token.
 
         The time in which a request hangs until its timeout does not count.
         """
-        if self._config.duration_s is None or end_s <= begin_s:
+        if not self._is_cut(records) or end_s <= begin_s:
             end_s = max(end_s, _last_token_s([record for record in records if record.is_measured]))
         return begin_s, end_s
+
+    def _is_cut(self, records: list[RequestRecord]) -> bool:
+        """Whether ``--duration`` ended the load, and not the number of requests."""
+        wanted = self._plan.num_wanted
+        num_sessions = sum(record.turn == 0 for record in records)
+        return self._config.duration_s is not None and (wanted is None or num_sessions < wanted)
 
 
 def check_endpoint(endpoint: str, requests: Sequence[PlannedRequest]) -> None:

@@ -16,6 +16,9 @@ from scripts.chaos_harness.answers import Answer, Output
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.run import NoReference, Run
 
+from common.config.serve import ServeConfig
+from scripts.chaos_harness.service import ChaosService
+
 WORDS = [sys.executable, "-m", "scripts.cli", "chaos", "--distinct=12", "--no-check-pauses", "--no-progress"]
 
 
@@ -113,3 +116,22 @@ def test_a_folder_for_logs_that_is_a_file_is_refused_before_the_run(tmp_path: Pa
     found = subprocess.run([*WORDS, f"--logs={file}"], capture_output=True, text=True, cwd=ROOT, env=environment())
     assert found.returncode == 2
     assert found.stderr == f"chaos: --logs {file}: {file} is a file: name a folder\n"
+
+
+async def test_the_end_of_a_run_waits_for_gateways_that_were_killed_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise SIGTERM would end one that has just begun, which looks like a crash."""
+    service = ChaosService(ServeConfig(), tmp_path)
+    for node in service.workers:
+        node.is_registered = True
+    looked: list[bool] = []
+
+    async def look() -> None:
+        looked.append(True)
+        service.gateways[0].is_registered = len(looked) > 1
+
+    monkeypatch.setattr(service, "_look", look)
+    monkeypatch.setattr(service, "_keeper", object())
+    await service.until_registered()
+    assert len(looked) == 2

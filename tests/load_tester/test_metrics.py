@@ -175,6 +175,14 @@ def test_hits_from_before_the_run_are_told_from_hits_of_the_run() -> None:
     assert (found["achieved_share"], found["ideal_share"], found["known_before_share"]) == (14 / 40, 10 / 40, 6 / 40)
 
 
+def test_the_tokens_of_a_chat_template_were_not_known_before_the_run() -> None:
+    """All prompts begin with 8 tokens of the template; of the last one, 5 more tokens were cached."""
+    new = [record(1.0, num_input=20, usage_prompt=28, usage_cached=8, ideal_cached=0)] * 3
+    assert metrics.caching(new)["known_before_share"] == 0
+    known = record(1.0, num_input=20, usage_prompt=28, usage_cached=13, ideal_cached=0)
+    assert metrics.caching([*new, known])["known_before_share"] == 5 / (4 * 28)
+
+
 def test_cache_hits_and_their_limit_are_of_the_same_requests() -> None:
     """The second request failed, so its 10 possible hits do not count."""
     found = metrics.caching(

@@ -1,6 +1,7 @@
 """Whole runs against a mock server that records what it did."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,31 @@ def test_responses_without_streaming_are_measured(tmp_path: Path) -> None:
     begin_s, end_s = report.throughput["window_s"]
     assert report.throughput["output_tokens_per_s"] == pytest.approx(20 / (end_s - begin_s)), "the last answer's too"
     assert any("not streamed" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_requests": 10, "rate": "50", "output_len": "4"},
+        {"num_requests": 10, "concurrency": 5, "output_len": "4"},
+        {"rate": "50", "trace": "untimed.jsonl"},
+        {"trace": "timed.jsonl"},
+    ],
+)
+def test_rates_are_until_the_last_token_if_the_requests_end_before_the_duration(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    for name, instants in (("untimed", [{}] * 10), ("timed", [{"at": 0.01 * number} for number in range(10)])):
+        lines = [json.dumps({"input_length": 16, "output_length": 4, **instant}) for instant in instants]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    if "trace" in options:
+        options = {**options, "trace": str(tmp_path / options["trace"])}
+    with mock_server(tmp_path, "--ttft", "0.5") as server:
+        report = load(server, duration="60", **options)
+    end_s = max(record.stamps_s[-1] for record in report.records)
+    assert report.throughput["window_s"] == [0.0, end_s]
+    assert report.throughput["requests_per_s"] == pytest.approx(10 / end_s)
+    assert report.service["goodput_per_s"] == pytest.approx(10 / end_s)
 
 
 def test_usage_that_disagrees_with_the_tokens_is_reported(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """``bench handoff`` without its runs: the cost of a request, and the table."""
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 from support.load.records import record
 
 from common.errors import ConfigError
+from scripts.benchmarks.services import handoff
 from scripts.benchmarks.services.handoff import LOCAL, Options, Sample, add_options, flags, run, sample_of, table
+from scripts.load_tester.config import LoadtestConfig
 
 
 def parse(*words: str) -> Options:
@@ -40,6 +43,20 @@ def test_the_table_shows_the_cost_as_a_share_of_local_ttft() -> None:
     assert local.split()[-4:] == ["1000.00", "100.00", "100.00", "0.00"]
     assert shm.split()[3:] == ["1200.00", "130.00", "100.00", "30.00", "500.00", "20.00", "nan", "3.0%"]
     assert tcp.endswith("6.0%  above the mark of 5%")
+
+
+def test_prompts_of_different_lengths_have_different_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a longer one would find the shorter one before it in the cache."""
+    salts: list[int] = []
+
+    def measured(config: LoadtestConfig, *, salt: int = 0) -> tuple[SimpleNamespace, float]:
+        salts.append(salt)
+        return SimpleNamespace(records=[]), 0.0
+
+    monkeypatch.setattr(handoff, "measured_load", measured)
+    for length in (256, 512):
+        handoff.ask("http://127.0.0.1:1", LOCAL, length, parse(), 0)
+    assert len(set(salts)) == 2
 
 
 def test_every_node_has_one_thread() -> None:

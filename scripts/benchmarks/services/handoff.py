@@ -114,7 +114,8 @@ def ask(url: str, arrangement: str, length: int, options: Options, seed: int) ->
             scrape="none",
             live=False,
             seed=seed,
-        )
+        ),
+        salt=length,  # without it, prompts would begin like the shorter ones before, which the nodes have cached
     )
     failed = [record for record in report.records if not record.is_ok]
     if failed:

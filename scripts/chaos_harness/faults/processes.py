@@ -76,6 +76,10 @@ class Terminate(Fault):
     def __init__(self) -> None:
         self._num_starts = 0
 
+    @classmethod
+    def lasts_s(cls, config: ChaosConfig) -> tuple[float, float]:
+        return (0.0, 0.0)  # ``undo`` sees how the process ends, before it is started again
+
     async def inject(self, site: Site, node: Node) -> str:
         self._num_starts = node.num_starts
         site.service.remember_resources(node)
@@ -91,6 +95,10 @@ class Terminate(Fault):
                 site.service.kill(node)
                 return
             await asyncio.sleep(0.1)
+        status = node.process.returncode if node.process is not None and node.num_starts == self._num_starts else 0
+        if status < 0:
+            how = signal.Signals(-status).name
+            site.problems.append(f"{self.name}: {node.name} was killed by {how} in place of ending by itself")
 
 
 class Drain(Terminate):

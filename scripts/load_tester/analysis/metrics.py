@@ -274,7 +274,9 @@ def caching(records: Sequence[RequestRecord]) -> Figures:
     """Prompt tokens found cached, against the most that a cache could hold from this run alone.
 
     Counts requests with the server's usage, if there are any. ``known_before_share`` is the share of prompt tokens that
-    were cached beyond that: the server had them before the run, so its latencies are not those of new prompts.
+    were cached beyond that: the server had them before the run, so its latencies are not those of new prompts. Tokens
+    that the server counts beyond those sent do not count: they are of its chat template, which all prompts share, or of
+    words with several tokens.
     """
     said = [record for record in records if record.usage_cached is not None and record.usage_prompt]
     compared = said or records
@@ -291,7 +293,11 @@ def caching(records: Sequence[RequestRecord]) -> Figures:
     if said:
         cached = sum(record.usage_cached or 0 for record in said)
         prompts = sum(record.usage_prompt or 0 for record in said)
-        beyond = sum(max(0, (record.usage_cached or 0) - record.ideal_cached) for record in said)
+        added = [max(0, (record.usage_prompt or 0) - record.num_input) for record in said]
+        beyond = sum(
+            max(0, (record.usage_cached or 0) - record.ideal_cached - more)
+            for record, more in zip(said, added, strict=True)
+        )
         found["achieved_tokens"] = cached
         found["achieved_share"] = cached / prompts
         found["known_before_share"] = beyond / prompts

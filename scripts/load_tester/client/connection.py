@@ -19,7 +19,7 @@ MAX_LENGTH_DIGITS = 15  # Python refuses to convert thousands of digits
 RETURN = 13  # first byte of ``\r\n\r\n``, with which every chunked response ends
 #: A server that closes an idle connection as it is used again has done so before it saw the request: the client learns
 #: of it at once. After this long, the server has had the request and lost it.
-CLOSED_IDLE_S = 1.0
+CLOSED_IDLE_S = 0.25
 LAST_CHUNK = b"0\r\n\r\n"
 END_OF_EVENTS = b"[DONE]\n\n\r\n"
 END_OF_STREAM = END_OF_EVENTS + LAST_CHUNK

@@ -10,7 +10,7 @@ from scripts.load_tester.reporting.formats import NO_VALUE, interval, limit, mil
 from scripts.load_tester.reporting.report import Report
 
 Tone = Literal["good", "warn", "bad", ""]
-MAX_KNOWN_BEFORE = 0.05  # every prompt of a chat begins with the server's own template
+MAX_KNOWN_BEFORE = 0.05  # a smaller share changes latencies little
 MAX_KINDS = 3
 MAX_EXAMPLE = 160  # of a server's words, in characters
 #: Short name of each latency, its name in words, and what it means.

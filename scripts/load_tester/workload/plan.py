@@ -40,6 +40,7 @@ class Plan:
         seconds: length of the schedule, after which no session begins; None if unknown.
         is_checked: whether arrivals follow ``--arrival``; those of a trace do not.
         num_requests: turns of all sessions; None if endless.
+        num_wanted: sessions without ``--duration``; None if endless.
     """
 
     sessions: Iterable[Session]
@@ -50,6 +51,7 @@ class Plan:
     classes: dict[str, RequestClass]
     is_checked: bool = True
     num_requests: int | None = None
+    num_wanted: int | None = None
 
 
 def make_plan(config: LoadOptions, trace: Trace | None = None) -> Plan:
@@ -63,7 +65,10 @@ def make_plan(config: LoadOptions, trace: Trace | None = None) -> Plan:
         return _trace_plan(config, trace or read_trace(config.trace, config.trace_unit), classes)
     at, num_sessions, length = _instants(config, None)
     sessions = SampledSessions(config.seed, classes, config.tenants, count=num_sessions, at=at)
-    return Plan(sessions, num_sessions, at is not None, length, [], classes, num_requests=sessions.num_requests)
+    return Plan(
+        sessions, num_sessions, at is not None, length, [], classes,
+        num_requests=sessions.num_requests, num_wanted=config.num_requests,
+    )  # fmt: skip
 
 
 def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None, int | None, float | None]:
@@ -124,7 +129,12 @@ def _trace_plan(config: LoadOptions, trace: Trace, classes: dict[str, RequestCla
         return _retimed(config, plan, trace.notes, classes)
     if not plan:
         raise NoArrivals("no request of the trace comes within --duration")
-    return Plan([[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, classes, False, len(plan))
+    low, high = config.window
+    wanted = sum(low <= (row.at or 0.0) < high for row in trace.rows)
+    return Plan(
+        [[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, classes, False,
+        num_requests=len(plan), num_wanted=min(wanted, config.num_requests or wanted),
+    )  # fmt: skip
 
 
 def _retimed(
@@ -135,4 +145,7 @@ def _retimed(
     sessions = [[one] for one in plan[:num_sessions]]
     for (one,), instant in zip(sessions, at.tolist() if at is not None else (), strict=False):
         one.at = instant
-    return Plan(sessions, len(sessions), at is not None, length, notes, classes, num_requests=len(sessions))
+    return Plan(
+        sessions, len(sessions), at is not None, length, notes, classes,
+        num_requests=len(sessions), num_wanted=len(plan),
+    )  # fmt: skip

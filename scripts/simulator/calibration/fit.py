@@ -64,7 +64,7 @@ def fit_costs(samples: Samples, kv_bytes_per_token: int) -> Fit:
         counts |= {"prompts beside outputs": len(samples.prompts_beside)}
         beside = replace(found, message_s=costs.message_s)
         gaps = [(gap_s, _step_s(beside, one)) for one in samples.steps_beside for gap_s in one.gaps_s]
-        prompts = [(_seconds(one), _prompt_s(beside, one)) for one in samples.prompts_beside]
+        prompts = [(_seconds(one), _prompt_s(beside, one.num_input)) for one in samples.prompts_beside]
         spread = {"prefill": _spread(prompts), "decode": _spread(gaps)}
     return Fit(costs, errors, counts, beside, spread)
 
@@ -85,8 +85,8 @@ def _step_s(costs: Costs, step: StepSample) -> float:
     return costs.seconds(StepWork(0, step.num_rows, step.num_context))
 
 
-def _prompt_s(costs: Costs, prompt: PromptSample) -> float:
-    return costs.seconds(StepWork(prompt.num_input, 0, 0, prompt.num_input * (prompt.num_input + 1) // 2))
+def _prompt_s(costs: Costs, num_input: int) -> float:
+    return costs.seconds(StepWork(num_input, 0, 0, num_input * (num_input + 1) // 2))
 
 
 def _spread(measured: Sequence[tuple[float, float]]) -> tuple[float, ...]:
@@ -129,7 +129,10 @@ def _fit_steps(steps: Sequence[StepSample]) -> tuple[Costs, float]:
 
 
 def _fit_prompts(prompts: Sequence[PromptSample], costs: Costs) -> tuple[Costs, float]:
-    """Prompts, beyond the fixed time of a step. What the node does not account for is two messages."""
+    """Prompts, beyond the fixed time of a step. What the node does not account for is two messages.
+
+    Short prompts take as long as some longer ones, if reading the weights is what takes the time.
+    """
     timed = [one for one in prompts if one.prefill_s is not None]
     if len(timed) >= MIN_PROMPTS:
         own = np.array([one.prefill_s for one in timed], dtype=np.float64)
@@ -138,11 +141,18 @@ def _fit_prompts(prompts: Sequence[PromptSample], costs: Costs) -> tuple[Costs, 
         timed, outside = list(prompts), 0.0
         own = np.array([one.ttft_s for one in timed])
     lengths = np.array([one.num_input for one in timed], dtype=np.float64)
-    columns = np.stack([np.ones_like(lengths), lengths, lengths * (lengths + 1) / 2], axis=1)
-    found, error = grouped_fit(columns, own, lengths.tolist(), offset=costs.step_s)
-    fixed, token, pair = found.tolist()
-    costs = replace(costs, prompt_step_s=fixed, prompt_token_s=token, prompt_pair_s=pair)
-    return replace(costs, message_s=max(0.0, outside / 2)), error
+    medians = {length: float(np.median(own[lengths == length])) for length in sorted(set(lengths.tolist()))}
+    best, least, error = costs, math.inf, 0.0
+    for least_long in (0.0, *medians) if costs.weights_s else (0.0,):
+        is_long = lengths >= least_long
+        columns = np.stack([np.ones_like(lengths), lengths * is_long, lengths * (lengths + 1) / 2], axis=1)
+        found, _ = grouped_fit(columns, own, lengths.tolist(), offset=costs.step_s + costs.weights_s * ~is_long)
+        fixed, token, pair = found.tolist()
+        candidate = replace(costs, prompt_step_s=fixed, prompt_token_s=token, prompt_pair_s=pair)
+        errors = [abs(own_s / max(_prompt_s(candidate, int(n)), 1e-9) - 1) for n, own_s in medians.items()]
+        if sum(errors) < least:
+            best, least, error = candidate, sum(errors), float(np.median(errors))
+    return replace(best, message_s=max(0.0, outside / 2)), error
 
 
 def _fit_handoffs(handoffs: Sequence[HandoffSample], costs: Costs, kv_bytes_per_token: int) -> tuple[Costs, float]:

@@ -62,7 +62,7 @@ def _tiles(result: PlanResult, chosen: Found) -> list[Tile]:
     deployment, verdict = chosen.deployment, chosen.verdict
     low, high = verdict.interval
     tiles = [
-        Tile("Devices", f"{deployment.num_devices:,}", "", deployment.words(), tone="good"),
+        Tile("Devices", f"{result.num_devices(deployment):,}", "", deployment.words(), tone="good"),
         Tile(
             "Within objectives", percent(verdict.share), "", "share of requests", f"{percent(low)} to {percent(high)}"
         ),
@@ -105,7 +105,7 @@ def _load_cells(result: PlanResult, row: LoadRow, found: Found | None) -> list[C
         return [Cell("-"), Cell("-"), Cell("-")]
     price = result.price_per_million(found.deployment, row.factor)
     words = Cell(found.deployment.words(), percent(found.verdict.share))
-    return [words, Cell(f"{found.deployment.num_devices:,}"), Cell(f"{price:.3g}" if price else "-")]
+    return [words, Cell(f"{result.num_devices(found.deployment):,}"), Cell(f"{price:.3g}" if price else "-")]
 
 
 def _simulated(result: PlanResult, verdicts: Verdicts) -> Table:
@@ -165,7 +165,7 @@ def _devices_chart(result: PlanResult) -> Chart:
     chart = Chart(RATE, "devices", finding=f"colocated {crossing_words(result)}")
     for colour, name in enumerate(("prefill and decode nodes", "colocated pool")):
         points = [
-            (row.factor * result.load.requests_per_s, float(found.deployment.num_devices))
+            (row.factor * result.load.requests_per_s, float(result.num_devices(found.deployment)))
             for row, found in _points(result, is_colocated=bool(colour))
         ]
         chart.line(points, colour, name)

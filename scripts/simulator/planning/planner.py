@@ -92,6 +92,11 @@ class PlanResult:
             both, key=lambda found: self.price_per_hour(found.deployment) or found.deployment.num_devices, default=None
         )
 
+    def num_devices(self, deployment: Deployment) -> int:
+        """Devices of all nodes. A node of a calibrated profile may have several, whatever its tensor parallelism."""
+        kinds = deployment.settings.kinds
+        return sum(deployment.count(kind) * self.nodes[deployment.devices_of(kind)].num_devices for kind in kinds)
+
     def price_per_hour(self, deployment: Deployment) -> float:
         prices = {kind: self.nodes[deployment.devices_of(kind)].price_per_hour for kind in deployment.settings.kinds}
         return sum(deployment.count(kind) * price for kind, price in prices.items())

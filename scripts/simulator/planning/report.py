@@ -67,7 +67,7 @@ def _wrapped(name: str, words: str) -> list[str]:
 
 
 def deployment_words(result: PlanResult, deployment: Deployment) -> str:
-    count = deployment.num_devices
+    count = result.num_devices(deployment)
     price = result.price_per_hour(deployment)
     cost = f", {price:,.2f} $/h" if price else ""
     return f"{deployment.words()} nodes, {count:,} device{'s' if count > 1 else ''}{cost}"
@@ -159,7 +159,7 @@ def plan_figures(result: PlanResult, config: SimulateConfig) -> dict[str, Any]:
             "prefill": deployment.num_prefill,
             "decode": deployment.num_decode,
             **asdict(deployment.settings),
-            "devices": deployment.num_devices,
+            "devices": result.num_devices(deployment),
             "price_per_hour": result.price_per_hour(deployment),
             "price_per_million_tokens": result.price_per_million(deployment, factor),
             "price_per_million_output_tokens": result.price_per_million_output(deployment, factor),

@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -11,13 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.load.mock_server import mock_server
+from support.load.records import record
 
 from common.config.cli import parse
 from common.errors import ConfigError
+from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.client.server_info import ServerInfo
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.workload.plan import Plan
 from scripts.load_tester.workload.planned_request import UNIQUE, PlannedRequest, segment_key
+from scripts.simulator.calibration import drive
 from scripts.simulator.calibration.drive import (
     Driver,
     ServiceSize,
@@ -242,6 +246,21 @@ def test_few_rows_take_as_long_as_some_more_if_reading_the_weights_takes_the_tim
         assert found.seconds(work) == pytest.approx(costs.seconds(work), rel=0.01)
 
 
+def test_short_prompts_take_as_long_as_longer_ones_if_reading_the_weights_takes_the_time() -> None:
+    """Up to 160 tokens, a prompt takes 9 ms."""
+    costs = Costs(step_s=1e-3, weights_s=8e-3, row_s=0.5e-3, prompt_token_s=50e-6, prompt_pair_s=1e-9)
+    lengths = (16, 39, 95, 232, 565, 1378)
+    works = {length: StepWork(length, 0, 0, length * (length + 1) // 2) for length in lengths}
+    samples = Samples(prompts=[PromptSample(length, 0.1, costs.seconds(works[length])) for length in lengths] * 3)
+    for num_rows in (1, 2, 4, 8, 16, 32):
+        seconds = costs.seconds(StepWork(0, num_rows, 20 * num_rows))
+        samples.steps += [StepSample(num_rows, 20 * num_rows, (seconds,))] * 10
+    fit = fit_costs(samples, KV_BYTES)
+    for work in works.values():
+        assert fit.costs.seconds(work) == pytest.approx(costs.seconds(work), rel=0.01)
+    assert fit.errors["prompts"] < 0.01
+
+
 def test_tokens_that_are_read_together_do_not_spoil_the_fit() -> None:
     prompts = [PromptSample(length, 0.1, 0.01 + 1e-4 * length) for length in (50, 100, 200) * 4]
     steps = [StepSample(1, 20, (0.01, 0.01))] * 40 + [StepSample(1, 20, (0.0,))]
@@ -292,6 +311,24 @@ def test_a_service_whose_tokens_come_all_at_once_gives_too_few_samples(num_token
     driver = BufferedDriver(LoadtestConfig(), server, ServiceSize("m", 512), lambda words: None)
     with pytest.raises(TooFewSamples, match="0 decode steps of at most 1 outputs"):
         driver.measure_round(10.0)
+
+
+def sent(monkeypatch: pytest.MonkeyPatch, *records: RequestRecord) -> list[StreamedRequest]:
+    """What a driver makes of these answers."""
+    report = SimpleNamespace(was_stopped=False, all_failed=False, records=records)
+    monkeypatch.setattr(drive, "run_load", lambda *_, **__: report)
+    driver = Driver(LoadtestConfig(), ServerInfo("m", 4_096, "baton", {}), ServiceSize("m", 512), lambda words: None)
+    return driver._send([], concurrency=1, seconds=1.0)
+
+
+def test_each_token_of_an_event_with_several_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    [found] = sent(monkeypatch, record(1.0, 1.5, 2.0, counts=[1, 2, 1], num_output=4))
+    assert found.stamps_s == [1.0, 1.5, 1.5, 2.0]
+
+
+def test_a_service_that_sends_many_tokens_at_a_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"sends 4\.0 tokens at a time"):
+        sent(monkeypatch, record(1.0, 1.5, 2.0, num_output=12))
 
 
 def register(role: str, **fields: object) -> dict[str, object]:

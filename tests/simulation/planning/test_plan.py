@@ -23,6 +23,8 @@ from scripts.simulator.planning.command import choices_of
 from scripts.simulator.planning.deployment import Deployment, Settings
 from scripts.simulator.planning.estimate import LoadSize, RequestSize
 from scripts.simulator.planning.evaluation import Evaluator, deployed, run_window
+from scripts.simulator.planning.planner import PlanResult
+from scripts.simulator.planning.report import deployment_words
 from scripts.simulator.planning.search import Goal
 from scripts.simulator.planning.verdict import WindowResult
 from scripts.simulator.planning.windows import scaled, trace_of, windows_of
@@ -273,6 +275,12 @@ def test_a_model_that_needs_several_devices_is_planned_with_as_many() -> None:
     assert [one.num_devices for one in found.node_models.values()] == [4, 8]
     with pytest.raises(ConfigError, match="fits at no tensor parallelism up to 8; choose hardware with more"):
         config("--plan", "--hardware=cpu", "--model=llama-3.1-70b", "--slo-ttft=2s")
+
+
+def test_the_devices_of_a_calibrated_node_are_counted_and_paid_for() -> None:
+    node = NodeModel(Costs(), 256, 20_000, num_devices=2, price_per_hour=7.0)
+    result = PlanResult(LoadSize((RequestSize(1, 0, 1),), 1.0), None, None, nodes={1: node})
+    assert deployment_words(result, Deployment(2, 1)) == "2 prefill + 1 decode nodes, 6 devices, 21.00 $/h"
 
 
 def test_flags_of_a_deployment_give_it() -> None:
