@@ -53,6 +53,9 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"build_wheel: pip failed: {error.stderr}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"build_wheel: {error.filename or folder}: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -63,9 +66,9 @@ def build_wheel(folder: Path) -> Path:
         BuildError: the kernels cannot be compiled.
         CalledProcessError: pip cannot build the wheel.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor() as threads:
         libraries = list(threads.map(build_library, map(library_for, TARGETS)))
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
         source, made = Path(place) / "source", Path(place) / "made"
         _copy_sources(source)

@@ -148,19 +148,14 @@ class EventLoop:
         self._files: list[int] = []
 
     @property
-    def gateway_addresses(self) -> str:
-        """Addresses of the gateways that this node dials, separated by commas. Other threads may ask."""
-        return self._links.addresses
+    def waits_for(self) -> str:
+        """What a node that no gateway has accepted waits for; else empty. Other threads may ask."""
+        return self._links.waits_for
 
     @property
     def is_registered(self) -> bool:
         """Whether a gateway has accepted this node. Other threads may ask."""
         return self._links.is_registered
-
-    @property
-    def is_dialling(self) -> bool:
-        """Whether no gateway is even connected. Other threads may ask."""
-        return self._links.is_dialling
 
     @property
     def refused(self) -> str | None:
@@ -195,8 +190,7 @@ class EventLoop:
                 self._begin_drain(self._drain_s, now)
             if self._departure is not None:
                 self._depart(self._departure, now)
-            for link in self._links:
-                link.remind(now)
+            self._links.remind(now)
 
     def _compile_grammars(self, now: float) -> None:
         """Begin to compile what the role needs, and tell it what is ready; a known grammar is ready at once."""

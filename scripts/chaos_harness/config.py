@@ -55,7 +55,9 @@ class ChaosConfig:
     request_timeout: float = option(180.0, "Seconds after which a request without an end counts as hanging.", minimum=1)
     seed: int = option(0, "Seed of the requests and of the schedule of faults.", minimum=0, maximum=MAX_SEED)
     faults: tuple[str, ...] = option(
-        (), "Names of the faults to inject, with commas between them. Without it: all that this machine can inject."
+        (),
+        "Faults to inject, with commas between them. Without it: all that this machine can inject.",
+        metavar="NAMES",
     )
     kill_every: float = option(
         15.0, "Seconds between two losses of a node or gateway: kills, hangs, cuts.", minimum=0.1

@@ -24,7 +24,7 @@ from scripts.chaos_harness.run import Run
 from scripts.chaos_harness.verdicts import broken_invariants, long_pauses
 from scripts.load_tester.output_files import check_file, check_folder
 
-HELP = """Load a real service while faults happen to it, and prove that no request is lost, wrong or hanging and that
+HELP = f"""Load a real service while faults happen to it, and prove that no request is lost, wrong or hanging and that
 nothing leaks.
 
 \b
@@ -32,6 +32,8 @@ Examples:
   chaos --requests 10000
   chaos --faults kill,hang --kill-every 5 --seed 3
   chaos --namespaces --prefill 3 --decode 3   with faults of the network; needs root
+
+Faults: {", ".join(FAULTS)}.
 
 Every distinct request is asked once without faults; every later answer must equal that one. Prints each fault as it is
 injected, and at the end a table. Exit status: 0 if every invariant holds, 1 if not, with the command that repeats the

@@ -192,6 +192,8 @@ class ClusterSupervisor:
         role = live.record.role
         if live.phase is not Phase.GONE:
             self._say(f"{live.name} is {live.phase.value}")
+        if live.record.revision < self._state.revision:
+            return  # says nothing of the instances that replace it
         if live.phase is Phase.READY:
             self._reasons.pop(role, None)
         if live.phase is Phase.GONE and live.problem:

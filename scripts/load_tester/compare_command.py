@@ -28,7 +28,12 @@ def compare_command(words: Sequence[str]) -> int:
         type=click.FloatRange(0.0),
         help="Smaller changes do not count: of latencies as a share, of good requests as a difference.",
     )
-    @click.option("--json", "path", help="Write the comparison.", metavar="FILE")
+    @click.option(
+        "--json",
+        "path",
+        help="Write the comparison; - for standard output, with all other lines on standard error.",
+        metavar="FILE",
+    )
     @click.option("--html", "page", help="Write it as one self-contained page, side by side.", metavar="FILE")
     @click.option("--svg", "folder", help="Write each picture as an SVG file into this folder.", metavar="FOLDER")
     def command(compare: tuple[str, str], threshold: float, **out: str | None) -> int:
@@ -37,7 +42,8 @@ def compare_command(words: Sequence[str]) -> int:
         return _run(*compare, threshold=threshold, out=out)
 
     try:
-        status = command.main(list(words), prog_name="loadtest", standalone_mode=False)
+        words = ["--help"] if "--help" in words else list(words)  # also where it stands in place of the two files
+        status = command.main(words, prog_name="loadtest", standalone_mode=False)
         return int(status or 0)
     except click.ClickException as error:
         raise ConfigError(error.format_message()) from None
@@ -63,7 +69,7 @@ def _run(first: str, second: str, *, threshold: float, out: dict[str, str | None
         names, charts = _charts(sides) if out["page"] or out["folder"] else ([], [])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(f"--compare: {first} and {second} must be reports of this version: {error!r}") from None
-    print("\n".join(lines))
+    print("\n".join(lines), file=sys.stderr if out["path"] == TO_STDOUT else sys.stdout)
     if out["path"]:
         fields = Change.__dataclass_fields__
         flat = [

@@ -166,7 +166,10 @@ class _Target:
         metavar="NAME",
     )
     tenant_keys: str | None = option(
-        None, "File of tenants' API keys, sent as bearer tokens: on each line a name and a key.", metavar="FILE"
+        None,
+        "File of tenants' API keys, sent as bearer tokens: on each line a name (of --tenants: tenant-0, tenant-1 and so"
+        " on) and a key.",
+        metavar="FILE",
     )
     extra_body: str | None = option(None, "More fields for every body.", metavar="JSON")
     verify_tls: bool = option(True, "Check the server's certificate.")

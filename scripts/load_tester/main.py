@@ -17,7 +17,8 @@ HELP = """Load an OpenAI-compatible server (Baton, vLLM, SGLang, llama.cpp's) an
 
 \b
 Two more forms:
-  loadtest --compare BEFORE.json AFTER.json   compare two runs or two sweeps
+  loadtest --compare BEFORE.json AFTER.json   compare two runs or two sweeps;
+                                              --compare --help has its options
   loadtest --demo                             serve and load the small model
 
 \b

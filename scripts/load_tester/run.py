@@ -109,7 +109,8 @@ class _Run:
         plan, is_trace = self._plan, self._config.trace is not None
         requests = [one for session in plan.sessions for one in session] if is_trace else []
         check_endpoint(self._config.endpoint, requests)
-        headers.check({*(one.tenant for one in plan.classes.values()), *(one.tenant for one in requests)})
+        drawn = (f"tenant-{number}" for number in range(self._config.tenants))
+        headers.check({*drawn, *(one.tenant for one in plan.classes.values()), *(one.tenant for one in requests)})
         if is_trace and plan.is_open and not self._config.clients:
             await pool.grow(num_clients_for(*peak_load(requests), 0))
 

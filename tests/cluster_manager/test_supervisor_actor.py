@@ -163,6 +163,27 @@ def test_an_upgrade_keeps_counts_and_ends_autoscaling_without_bounds(cluster: Fa
     assert (status(supervisor).counts["decode"], status(supervisor).is_autoscaling) == (3, False)
 
 
+@pytest.mark.parametrize("is_new_one_wrong", [False, True])
+def test_an_upgrade_fails_by_the_new_instances_alone(cluster: FakeCluster, is_new_one_wrong: bool) -> None:
+    """Not by an old one that ends meanwhile, for the reason that the upgrade mends; nor is it mended by an old one."""
+    wrong = msgspec.structs.replace(HEALTHY, is_healthy=False, is_ready=False, has_ended=True, failure="a wrong option")
+    starting = msgspec.structs.replace(HEALTHY, is_healthy=False, is_ready=False)
+    cluster.ray.first_answers["prefill"] = starting
+    supervisor = cluster.supervisor()
+    cluster.run(supervisor)
+    cluster.ray.first_answers["prefill"] = wrong if is_new_one_wrong else HEALTHY
+    assert supervisor.upgrade(None) == ""
+    if is_new_one_wrong:
+        cluster.run(supervisor, 20)
+        cluster.ray.actors["baton/prefill-0"].answer = HEALTHY
+        cluster.run(supervisor, 1)
+        assert "a wrong option" in status(supervisor).failures["prefill"]
+    else:
+        cluster.ray.actors["baton/prefill-0"].answer = wrong
+        cluster.run(supervisor, 1)
+        assert status(supervisor).failures == {}
+
+
 def test_scaling_to_no_decode_node_is_refused(cluster: FakeCluster) -> None:
     supervisor = cluster.supervisor()
     assert supervisor.scale({"decode": 0}, None) == "--decode must be at least 1"

@@ -1,6 +1,8 @@
 """``--compare``: which changes count, and what the exit status says of them."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from scripts.load_tester.analysis.compare import add_verdicts, changes_of, compa
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.main import main
 from scripts.load_tester.output_files import FINE, INVALID, REGRESSED, WRONG
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def report(
@@ -181,6 +185,21 @@ def test_malformed_reports_are_refused(tmp_path: Path, value: Any) -> None:
 
 def sweep(run: Figures) -> Figures:
     return {"schema": 1, "search": None, "runs": [run]}
+
+
+def test_a_comparison_as_json_stands_alone_on_standard_output(tmp_path: Path) -> None:
+    (path,) = written(tmp_path, a=report(ttft(1.0)))
+    words = [sys.executable, "-m", "scripts.cli", "loadtest", "--compare", path, path, "--json", "-"]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == FINE
+    assert json.loads(ended.stdout)["changes"]
+    assert "rates are not judged" in ended.stderr
+
+
+def test_help_of_a_comparison_needs_no_files(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--compare", "--help"], ["--compare", "a", "b", "--help"]):
+        assert main(words) == FINE
+        assert "--threshold" in capsys.readouterr().out
 
 
 def test_runs_of_a_search_at_one_rate_are_compared_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

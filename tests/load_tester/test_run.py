@@ -128,6 +128,18 @@ def test_tenants_are_named_in_a_header_and_by_their_keys(tmp_path: Path) -> None
     assert not any(one["tenant"] for one in plain)
 
 
+def test_keys_of_tenants_that_the_load_does_not_have_are_refused(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("search k0\n")
+    with mock_server(tmp_path) as server:
+        with pytest.raises(ConfigError, match="names no tenant of this load, which has tenant-0, tenant-1: correct"):
+            load(server, tenants=2, tenant_keys=str(keys), num_requests=20)
+        with pytest.raises(ConfigError, match="names no tenant of this load, which has none"):
+            load(server, tenant_keys=str(keys))
+        load(server, mix="a:tenant=search", tenant_keys=str(keys), num_requests=1, rate="80")
+    assert [one["authorization"] for one in server.truth] == ["Bearer k0"]
+
+
 def test_a_tenant_name_cannot_break_a_head(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"prompt": "x"}\n' * 50 + '{"prompt": "x", "user": "a\\r\\nHost: b"}\n')

@@ -11,7 +11,7 @@ import pytest
 
 from common.engine.cpu.kernels import library_for
 from common.engine.cpu.targets import TARGETS, processor_features
-from scripts.build_wheel import build_wheel, platform_tag
+from scripts.build_wheel import build_wheel, main, platform_tag
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,3 +80,14 @@ def test_the_platform_of_a_wheel_follows_from_the_newest_glibc_that_a_library_ne
     new.write_bytes(b"\0GLIBC_2.14\0GLIBC_2.34\0")
     assert platform_tag([old]) == "manylinux_2_28_x86_64"
     assert platform_tag([old, new]) == "manylinux_2_34_x86_64"
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["build_wheel", str(tmp_path / "file")])
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("scripts.build_wheel.build_library", lambda library: pytest.fail("it was compiled"))
+    assert main() == 1
+    assert capsys.readouterr().err == f"build_wheel: {tmp_path}/file: File exists\n"

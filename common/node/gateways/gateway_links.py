@@ -11,6 +11,7 @@ from common.discovery.gateway_directory import MAX_GATEWAYS, GatewayDirectory
 from common.node.endpoint import ControlEndpoint
 from common.node.gateways.credit import Credit
 from common.node.gateways.gateway_link import GatewayLink, total_load
+from common.reminder import Reminder
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (
     FromGateway,
@@ -69,6 +70,7 @@ class GatewayLinks:
         self._links: list[GatewayLink] = []
         self._refusals: dict[str, Refusal] = {}  # by the addresses of gateways that have not accepted this node since
         self._duplicates: set[str] = set()  # further addresses of gateways that this node reaches at another one
+        self._reminder = Reminder(clock.now())  # that there is none
         self._dial_again_at: float | None = None  # until then no gateway is dialled; None: all dials have succeeded
         self.is_shared = not directory.is_fixed or len(directory.addresses()) != 1
         self._credit = Credit(room) if self.is_shared else None
@@ -97,9 +99,14 @@ class GatewayLinks:
         return any(link.is_registered for link in self._links)
 
     @property
-    def is_dialling(self) -> bool:
-        """Whether no gateway is even connected."""
-        return all(link.is_dialling for link in self._links)
+    def waits_for(self) -> str:
+        """What a node that no gateway has accepted waits for; empty for another one."""
+        if self.is_registered:
+            return ""
+        if not self._links:
+            return f"the address of a gateway: none is known of {self._directory.description}"
+        is_dialling = all(link.is_dialling for link in self._links)
+        return f"{'a connection to ' if is_dialling else ''}the gateway at {self.addresses}"
 
     @property
     def connected(self) -> list[str]:
@@ -119,6 +126,13 @@ class GatewayLinks:
 
     def mailboxes(self) -> list[Mailbox]:
         return [link.mailbox for link in self._links]
+
+    def remind(self, now: float) -> None:
+        """Says now and then that a gateway is missing."""
+        for link in self._links:
+            link.remind(now)
+        if not self._links and self._reminder.is_due(now):
+            log.info("still waiting for %s", self.waits_for)
 
     # ---- which gateways ---------------------------------------------------------------------------------------------
 

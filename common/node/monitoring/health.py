@@ -78,14 +78,7 @@ class HealthCheck:
             role=config.role,
             model=config.served_name,
             is_registered=loop.is_registered,
-            waits_for=self._waits_for(),
+            waits_for=loop.waits_for,
             turn_s=round(turn_s, 3),
             step_s=round(step_s, 3),
         )
-
-    def _waits_for(self) -> str:
-        addresses = self._loop.gateway_addresses
-        if self._loop.is_registered:
-            return ""
-        what = "a connection to the gateway" if self._loop.is_dialling else "the gateway"
-        return f"{what} at {addresses}"

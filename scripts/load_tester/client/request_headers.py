@@ -1,6 +1,6 @@
 """HTTP headers of requests: the common head of a run, and the headers that name a request's tenant."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,8 +23,14 @@ class RequestHeaders:
         self._keys = read_tenant_keys(config.tenant_keys) if config.tenant_keys else {}
         self._key = config.api_key if config.tenant_keys else None  # otherwise it is in the common head
 
-    def check(self, tenants: Iterable[str]) -> None:
-        """Raise ConfigError if a name cannot be part of a header."""
+    def check(self, tenants: Collection[str]) -> None:
+        """Raise ConfigError if a name cannot be part of a header, or if no tenant of the load has a key."""
+        if self._keys and self._keys.keys().isdisjoint(tenants):
+            own = ", ".join(sorted(filter(None, tenants))[:3]) or "none"
+            raise ConfigError(
+                f"--tenant-keys names no tenant of this load, which has {own}: correct the names in the file, or give "
+                "tenants with --tenants, --mix or the trace"
+            )
         for tenant in tenants if self._header else ():
             if not (tenant.isascii() and tenant.isprintable()):
                 raise ConfigError(f"--tenant-header: a tenant's name must be printable ASCII, not {tenant[:64]!r}")

@@ -57,6 +57,27 @@ def test_a_node_is_refused_once_every_announced_gateway_has_refused_it() -> None
         assert (links.addresses, links.refused) == ("", "it serves another model")
 
 
+def test_a_node_that_knows_no_gateway_says_so_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    directory = Directory()
+    directory.description = "the gateways that /etc/gateways names"
+    with caplog.at_level("INFO"), links_to(directory, clock) as links:
+        missing = "the address of a gateway: none is known of the gateways that /etc/gateways names"
+        assert links.waits_for == missing
+        for _ in range(70):
+            clock.advance(0.1)
+            links.remind(clock.now())
+        assert [record.message for record in caplog.records] == [f"still waiting for {missing}"] * 2
+        directory.known = ("127.0.0.1:1",)
+        links.follow_directory()
+        assert links.waits_for == "a connection to the gateway at 127.0.0.1:1"
+        (link,) = links
+        link.is_dialling = False
+        assert links.waits_for == "the gateway at 127.0.0.1:1"
+        links.on_registered(link, Registered(1, 1.0))
+        assert links.waits_for == ""
+
+
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_a_gateway_that_has_refused_a_node_is_asked_again_after_a_while(
     is_fixed: bool, caplog: pytest.LogCaptureFixture
