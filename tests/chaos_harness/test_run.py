@@ -12,11 +12,10 @@ import pytest
 from support.service.processes import ROOT, descendants, environment
 from support.waiting import until
 
+from common.config.serve import ServeConfig
 from scripts.chaos_harness.answers import Answer, Output
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.run import NoReference, Run
-
-from common.config.serve import ServeConfig
 from scripts.chaos_harness.service import ChaosService
 
 WORDS = [sys.executable, "-m", "scripts.cli", "chaos", "--distinct=12", "--no-check-pauses", "--no-progress"]
