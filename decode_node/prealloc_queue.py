@@ -250,8 +250,8 @@ class PreallocQueue:
                 ahead.append(request)
                 self._keep_for(request, kept)
                 continue
-            for other in skip_ahead.blocking[kept.num_blocking :]:
-                self._keep_for(other, kept)
+            for overtaken in skip_ahead.blocking[kept.num_blocking :]:
+                self._keep_for(overtaken, kept)
             kept.num_blocking = len(skip_ahead.blocking)
             found = self._reservations.reserve(
                 request, spare_tokens=self._spare_tokens(request, kept), spare_windowed=kept.num_windowed

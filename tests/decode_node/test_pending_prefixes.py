@@ -1,6 +1,6 @@
 """A request on a decode node waits for a prefix that is being received for another request."""
 
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.scheduling.single_nodes import PAGE, DecodeNode
@@ -67,14 +67,8 @@ def test_the_room_for_overtaken_requests_is_added_up_once_for_a_pass_over_the_qu
     for number in range(40):  # requests that share a prefix, between others that overtake them
         node.submit(f"sharer{number}", 12, first=50)
         node.submit(f"other{number}", 4)
-    counted: list[object] = []
-    num_pending = node.cache.num_pending
-
-    def count(*args: Any, **options: Any) -> int:
-        counted.append(args)
-        return num_pending(*args, **options)
-
-    monkeypatch.setattr(node.cache, "num_pending", count)
+    counting = Mock(side_effect=node.cache.num_pending)
+    monkeypatch.setattr(node.cache, "num_pending", counting)
     granted = node.grant()
     assert len(granted) == 41, "every request but those that share a prefix"
-    assert len(counted) < 40, "the room for one request was computed several times"
+    assert counting.call_count < 40, "the room for one request was computed several times"
