@@ -103,7 +103,7 @@ class ResponsesApi:
 
     def formatter(self, model: ServedModel, body: ResponsesRequest, response_id: str) -> ResponsesFormatter:
         is_stored = body.store is not False and self._store.is_enabled
-        return ResponsesFormatter(model, body, response_id, keep=partial(self._keep, body) if is_stored else None)
+        return ResponsesFormatter(model, body, response_id, prepare=partial(self._prepare, body) if is_stored else None)
 
     async def _history(self, body: ResponsesRequest, tenant: str) -> list[InputItem]:
         """The items of the conversation that a request continues."""
@@ -122,7 +122,8 @@ class ResponsesApi:
             await check_weight(b"".join(lists), num_bytes)
         return [item for items in lists for item in _decode_items(items)]
 
-    def _keep(self, body: ResponsesRequest, output: OutputStream, response: dict[str, Any]) -> None:
+    def _prepare(self, body: ResponsesRequest, output: OutputStream, response: dict[str, Any]) -> Callable[[], None]:
+        """Encodes a response; what it returns stores it."""
         stored = StoredResponse(
             response["id"],
             body.previous_response_id,
@@ -130,4 +131,4 @@ class ResponsesApi:
             encode_json(response["output"]),
             encode_json(response),
         )
-        self._store.add(output.request.tenant, stored, self._clock.now())
+        return lambda: self._store.add(output.request.tenant, stored, self._clock.now())

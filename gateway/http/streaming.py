@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.types import Scope, Send
 
@@ -171,12 +171,11 @@ async def send_whole(
             num_open -= 1
             if output.error is not None:
                 raise output.error
-    num_logprobs = sum([(len(one.prompt_logprobs) + len(one.logprobs)) * _weight(one) for one in outputs])
-    if num_logprobs <= MANY_LOGPROBS:
-        answer, body = _formatted(formatter, outputs)
+    if _num_logprobs_of_all(outputs) <= MANY_LOGPROBS:
+        body = _formatted(formatter, outputs)
     else:
-        answer, body = await asyncio.to_thread(_formatted, formatter, outputs)
-    formatter.keep(outputs, answer)
+        body = await asyncio.to_thread(_formatted, formatter, outputs)
+    formatter.keep()
     cycle = cycle_of(send)
     if cycle is not None and cycle.can_write and not headers:
         cycle.write_json(body)
@@ -186,9 +185,8 @@ async def send_whole(
         await send({"type": "http.response.body", "body": body})
 
 
-def _formatted(formatter: ResponseFormatter, outputs: list[OutputStream]) -> tuple[Any, bytes]:
-    answer = formatter.answer(outputs)
-    return answer, encode_json(answer)
+def _formatted(formatter: ResponseFormatter, outputs: list[OutputStream]) -> bytes:
+    return encode_json(formatter.answer(outputs))
 
 
 async def send_stream(
@@ -252,7 +250,11 @@ async def _send_events(
                 if delta.is_last:
                     unended.remove(output.number)
         if error is None and not unended:
-            out.append(formatter.last(outputs))
+            if _num_logprobs_of_all(outputs) <= MANY_LOGPROBS:
+                out.append(formatter.last(outputs))
+            else:
+                out.append(await asyncio.to_thread(formatter.last, outputs))
+            formatter.keep()
             return b"".join(out)
         if data := b"".join(out):
             await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -272,6 +274,10 @@ def _num_logprobs(output: OutputStream, delta: Delta) -> int:
     if not delta.first:
         num_tokens += len(output.prompt_logprobs)
     return num_tokens * _weight(output)
+
+
+def _num_logprobs_of_all(outputs: list[OutputStream]) -> int:
+    return sum([(len(output.prompt_logprobs) + len(output.logprobs)) * _weight(output) for output in outputs])
 
 
 def _weight(output: OutputStream) -> int:

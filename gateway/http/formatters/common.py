@@ -92,7 +92,7 @@ class ResponseFormatter(Protocol):
         ...
 
     def last(self, outputs: Sequence[OutputStream]) -> bytes:
-        """The bytes that end a stream."""
+        """The bytes that end a stream. Those of a stream with many log-probabilities are made on a thread."""
         ...
 
     def error(self, error: RequestError) -> bytes:
@@ -103,6 +103,7 @@ class ResponseFormatter(Protocol):
         """The whole answer, of values that JSON knows. An answer with many log-probabilities is made on a thread."""
         ...
 
-    def keep(self, outputs: Sequence[OutputStream], answer: Any) -> None:
-        """Stores the answer, before it is sent, if this API stores answers."""
+    def keep(self) -> None:
+        """Stores the answer, after it or the last bytes of a stream are made and before they are sent, if this API
+        stores answers."""
         return

@@ -145,7 +145,7 @@ class ResponsesFormatter(ResponseFormatter):
     """Answers and stream events of ``/v1/responses``.
 
     Args:
-        keep: called with the output and the finished response before that is sent; None to store nothing.
+        prepare: called with the output and the finished response; returns what stores it. None to store nothing.
     """
 
     def __init__(
@@ -154,10 +154,11 @@ class ResponsesFormatter(ResponseFormatter):
         body: ResponsesRequest,
         request_id: str,
         *,
-        keep: Callable[[OutputStream, dict[str, Any]], None] | None = None,
+        prepare: Callable[[OutputStream, dict[str, Any]], Callable[[], None]] | None = None,
     ) -> None:
-        self._keep = keep
-        self._head = _head(model.asked_name, body, request_id, is_stored=keep is not None)
+        self._prepare = prepare
+        self._store: Callable[[], None] | None = None  # what ``prepare`` has returned
+        self._head = _head(model.asked_name, body, request_id, is_stored=prepare is not None)
         self._builder = ItemBuilder(request_id.removeprefix("resp_"))
         self._tokenizer = model.tokenizer
         self._num_events = 0
@@ -175,8 +176,7 @@ class ResponsesFormatter(ResponseFormatter):
     def last(self, outputs: Sequence[OutputStream]) -> bytes:
         status = _status(outputs[0])
         events = self._builder.finish(status)
-        response = self._response(outputs[0], status)
-        self.keep(outputs, response)
+        response = self._finished(outputs[0], status)
         return self._events([*events, _event(f"response.{status}", {"response": response})])
 
     def error(self, error: RequestError) -> bytes:
@@ -195,11 +195,17 @@ class ResponsesFormatter(ResponseFormatter):
         status = _status(outputs[0])
         self._builder.take(self._with_logprobs(outputs[0], outputs[0].pieces))
         self._builder.finish(status)
-        return self._response(outputs[0], status)
+        return self._finished(outputs[0], status)
 
-    def keep(self, outputs: Sequence[OutputStream], answer: dict[str, Any]) -> None:
-        if self._keep is not None:
-            self._keep(outputs[0], answer)
+    def keep(self) -> None:
+        if self._store is not None:
+            self._store()
+
+    def _finished(self, output: OutputStream, status: str) -> dict[str, Any]:
+        response = self._response(output, status)
+        if self._prepare is not None:
+            self._store = self._prepare(output, response)
+        return response
 
     def _with_logprobs(
         self, output: OutputStream, pieces: Sequence[OutputPiece]

@@ -11,6 +11,7 @@ from support.gateway.fake_nodes import folder
 from support.gateway.formatted_outputs import events_of
 from support.gateway.toy_stack import answers, failing_stream, ids_of, last_generate, last_prompt, toy_stack
 
+from gateway.http.formatters.responses import ResponsesFormatter
 from gateway.requests.response_store import ResponseStore
 
 __all__ = ["folder"]
@@ -170,19 +171,32 @@ async def test_a_streamed_response_can_be_continued_as_soon_as_it_has_ended(stac
     assert "assistant\nOne.<|im_end|>" in last_prompt(stack)
 
 
-async def test_a_response_with_many_log_probabilities_is_stored_by_the_event_loop(stack, monkeypatch):
-    threads = []
-    add = ResponseStore.add
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
+async def test_a_response_with_many_log_probabilities_is_made_on_a_thread_and_stored_by_the_event_loop(
+    stack, monkeypatch, is_streamed
+):
+    threads, makers = [], []
+    add, finished = ResponseStore.add, ResponsesFormatter._finished
 
     def add_here(*args):
         threads.append(threading.current_thread())
         add(*args)
 
+    def noted(*args):
+        makers.append(threading.current_thread())
+        return finished(*args)
+
     monkeypatch.setattr(ResponseStore, "add", add_here)
+    monkeypatch.setattr(ResponsesFormatter, "_finished", noted)
     monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 1)
     answers(stack, "One.")
-    answer = await respond(stack, top_logprobs=1)
+    if is_streamed:
+        answer = (await stream(stack, top_logprobs=1))[-1]["response"]
+    else:
+        answer = await respond(stack, top_logprobs=1)
     assert threads == [threading.main_thread()]
+    assert len(makers) == 1
+    assert makers != threads
     assert await stack.get(f"/v1/responses/{answer['id']}") == (200, answer)
 
 

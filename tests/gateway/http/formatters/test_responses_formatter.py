@@ -1,5 +1,6 @@
 """Answers and events of the Responses API, checked by hand and against the types of OpenAI's own client."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,14 +19,14 @@ EVENT = TypeAdapter(ResponseStreamEvent)
 TIMES = ("created_at", "completed_at")
 
 
-def formatter_of(keep=None, **fields):
-    return ResponsesFormatter(MODEL, ResponsesRequest(input="Hi", **fields), "resp_ab", keep=keep)
+def formatter_of(prepare=None, **fields):
+    return ResponsesFormatter(MODEL, ResponsesRequest(input="Hi", **fields), "resp_ab", prepare=prepare)
 
 
-def answer_of(pieces, keep=None, finish="stop", **fields):
-    formatter, outputs = formatter_of(keep, **fields), [output_of(pieces, finish=finish)]
+def answer_of(pieces, prepare=None, finish="stop", **fields):
+    formatter, outputs = formatter_of(prepare, **fields), [output_of(pieces, finish=finish)]
     answer = formatter.answer(outputs)
-    formatter.keep(outputs, answer)
+    formatter.keep()
     Response.model_validate(answer)
     return answer
 
@@ -141,7 +142,7 @@ def test_an_output_without_pieces_has_no_items():
 )
 def test_a_stream_that_fails_ends_with_a_failed_response(code, expected):
     kept = []
-    formatter = formatter_of(keep=lambda output, response: kept.append(response))
+    formatter = formatter_of(lambda output, response: partial(kept.append, response))
     output = output_of(PIECES)
     formatter.first([output])
     formatter.chunk(output, delta_of([TextPiece("Hel")]))
@@ -156,9 +157,14 @@ def test_a_stream_that_fails_ends_with_a_failed_response(code, expected):
 
 def test_a_finished_response_is_kept_before_it_is_sent():
     kept = []
-    answer = answer_of(PIECES, keep=lambda output, response: kept.append((output.request.tenant, response)))
+
+    def prepare(output, response):
+        return partial(kept.append, (output.request.tenant, response))
+
+    answer = answer_of(PIECES, prepare)
     assert kept == [("t", answer)]
     assert answer["store"] is True
-    formatter = formatter_of(keep=lambda output, response: kept.append((output.request.tenant, response)))
+    formatter = formatter_of(prepare)
     *_, last = streamed(formatter, output_of(PIECES), [PIECES])
+    formatter.keep()
     assert kept[1] == ("t", last["response"])
