@@ -58,6 +58,23 @@ class PageGrant:
     is_resumed: bool
 
 
+@dataclass(slots=True)
+class _KeptRoom:
+    """The room that one pass over the queue keeps for other requests. It is added up once, and not for each request.
+
+    Attributes:
+        for_holders: tokens that requests with pages are expected to need; None without such requests.
+        for_those_ahead: tokens that requests ahead without pages need; None without such requests.
+        num_windowed: window pages that these need.
+        num_blocking: how many of ``SkipAhead.blocking`` are counted.
+    """
+
+    for_holders: float | None
+    for_those_ahead: int | None = None
+    num_windowed: int = 0
+    num_blocking: int = 0
+
+
 class PreallocQueue:
     """Requests that wait for pages, and the reservations for them.
 
@@ -199,6 +216,7 @@ class PreallocQueue:
         granted: list[PageGrant] = []
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
         ahead: list[Request] = []  # computed here; no later request may take their pages, or slots before them
+        kept = self._kept_for_holders()
         self.short.clear()
         self._reservations.begin_pass()
         for request in self.sort(now):
@@ -206,14 +224,13 @@ class PreallocQueue:
                 break
             if self.is_computed_here(request):
                 ahead.append(request)
+                self._keep_for(request, kept)
                 continue
-            before = [*ahead, *skip_ahead.blocking]
+            for overtaken in skip_ahead.blocking[kept.num_blocking :]:
+                self._keep_for(overtaken, kept)
+            kept.num_blocking = len(skip_ahead.blocking)
             found = self._reservations.reserve(
-                request,
-                spare_tokens=self._spare_tokens(request, before),
-                spare_windowed=sum(
-                    self._reservations.num_windowed(other, is_here=self.is_computed_here(other)) for other in before
-                ),
+                request, spare_tokens=self._spare_tokens(request, kept), spare_windowed=kept.num_windowed
             )
             if found is AllocationFailure.PREFIX_PENDING:
                 other = self._reservations.awaited_from(request)
@@ -228,6 +245,7 @@ class PreallocQueue:
                 assert isinstance(found, Reservation)
                 self._table.passed[request.key] = frozenset([other.key for other in ahead])
                 granted.append(self._grant(request, found, now, PASSING if skip_ahead.admit(request) else ""))
+                kept.for_holders = self._room_with(request, kept)
         return granted
 
     def _grant(self, request: Request, reservation: Reservation, now: float, passing: str) -> PageGrant:
@@ -255,19 +273,32 @@ class PreallocQueue:
         """Output tokens that these requests together are expected to need still."""
         return expected_tokens(requests, *self.expectation(), self._reservations.kv_window)
 
-    def _spare_tokens(self, request: Request, ahead: Sequence[Request]) -> int:
+    def _kept_for_holders(self) -> _KeptRoom:
+        """The room that requests with pages are expected to need."""
+        holders = self._table.holders()
+        room = sum(expected_room(holder, *self.expectation(), self._reservations.kv_window) for holder in holders)
+        return _KeptRoom(room if holders else None)
+
+    def _keep_for(self, request: Request, kept: _KeptRoom) -> None:
+        """Keep room for a request that is ahead of the following ones and gets no pages now."""
+        kept.for_those_ahead = (kept.for_those_ahead or 0) + self._need_here(request)
+        kept.num_windowed += self._reservations.num_windowed(request, is_here=self.is_computed_here(request))
+
+    def _room_with(self, request: Request, kept: _KeptRoom) -> float:
+        """The room that requests with pages, and this one, are expected to need."""
+        return (kept.for_holders or 0) + expected_room(request, *self.expectation(), self._reservations.kv_window)
+
+    def _spare_tokens(self, request: Request, kept: _KeptRoom) -> int:
         """Tokens that must stay available beyond the prompt's pages if ``request`` gets them.
 
         Requests ahead of it that are computed here must still find the room to be admitted. Without competition only
         the next token counts: a lone request may use the whole pool.
         """
-        holders = self._table.holders()
-        if not holders and not ahead:
+        if kept.for_holders is None and kept.for_those_ahead is None:
             return 1
-        room = self.expected([*holders, request])
-        if ahead:
-            in_last_page = -request.num_decodable % self._reservations.page_size
-            room += in_last_page + sum(self._need_here(other) for other in ahead)
+        room = math.ceil(self._room_with(request, kept))
+        if kept.for_those_ahead is not None:
+            room += -request.num_decodable % self._reservations.page_size + kept.for_those_ahead
         return room
 
     def _need_here(self, request: Request) -> int:

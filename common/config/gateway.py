@@ -91,8 +91,8 @@ class HttpOptions(AccessOptions):
     )
     max_unread_tokens: int = option(
         4_096,
-        "Output tokens that a stream may be ahead of its client; then the request is paused on its decode node, until "
-        "the client has read them.",
+        "Output tokens, with their alternatives of log-probabilities, that a stream may be ahead of its client; then "
+        "the request is paused on its decode node, until the client has read them.",
         minimum=1,
     )
     strict_fields: bool = option(

@@ -1,5 +1,7 @@
 """Bounded skip-ahead: a limited number of smaller requests may be admitted before one that does not fit. Pure."""
 
+from itertools import chain
+
 from common.request import Request
 
 #: Appended to the reason of a decision that admits a request out of order.
@@ -9,9 +11,15 @@ MAX_SKIP_AHEAD = 8
 
 
 class SkipAhead:
-    """The requests that did not fit into the step being planned. At most ``limit`` requests pass each of them."""
+    """The requests that did not fit into the step being planned. At most ``limit`` requests pass each of them.
+
+    Attributes:
+        blocking: deferred requests that reached the limit. Later requests may pass them only if they leave room for
+            them. The list only grows.
+    """
 
     def __init__(self, limit: int = MAX_SKIP_AHEAD) -> None:
+        self.blocking: list[Request] = []
         self._limit = limit
         self._refused: list[Request] = []
         self._deferred: list[Request] = []
@@ -30,21 +38,22 @@ class SkipAhead:
     def close(self) -> None:
         self._is_closed = True
 
-    @property
-    def blocking(self) -> list[Request]:
-        """Deferred requests that reached the limit. Later requests may pass them only if they leave room for them."""
-        return [request for request in self._deferred if request.num_passed >= self._limit]
-
     def refuse(self, request: Request) -> None:
         self._refused.append(request)
 
     def defer(self, request: Request) -> None:
         """Note that a request waits for something other than room. Later requests may pass it, and are counted."""
-        self._deferred.append(request)
+        if request.num_passed < self._limit:
+            self._deferred.append(request)
+        else:
+            self.blocking.append(request)
 
     def admit(self, request: Request) -> bool:
         """Note that a request fits. Returns whether it passed requests that did not."""
         request.num_passed = 0
-        for passed in self._refused + self._deferred:
+        for passed in chain(self._refused, self._deferred, self.blocking):
             passed.num_passed += 1
+        deferred, self._deferred = self._deferred, []
+        for passed in deferred:
+            self.defer(passed)
         return bool(self._refused)

@@ -47,7 +47,7 @@ MAX_FRAME_BYTES = 16 << 20
 MAX_WAITING = 65_536  # unsent messages to one peer
 LARGE_BYTES = 4_096
 MAX_LARGE_BYTES = 256 << 20  # unsent bytes of large messages to one peer; small ones can take as much
-MAX_UNREAD = 256  # messages from one peer that ZMQ reads ahead; others wait at the sender
+MAX_UNREAD = 256  # frames of one peer that ZMQ reads ahead for a bound mailbox; others wait at the sender
 MAX_BATCH_BYTES = 64 << 20  # decoded in one call of receive
 SHARED_BYTES = 3_072  # of messages that share a frame, which is then not large
 MAX_DISCARDED = 64  # frames of unknown peers in one call of receive
@@ -176,7 +176,9 @@ class Mailbox:
         socket.set(zmq.LINGER, 200)
         socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.set(zmq.SNDHWM, MAX_WAITING)
-        socket.set(zmq.RCVHWM, MAX_UNREAD)
+        # ZMQ answers no probe while it has read that much. A connecting mailbox that hears nothing then dials again by
+        # itself, and libzmq 4.3.5 aborts the process as soon as it reads on (zeromq/libzmq#3937).
+        socket.set(zmq.RCVHWM, MAX_UNREAD if is_bound else MAX_WAITING)
         socket.copy_threshold = LARGE_BYTES
         socket.set(zmq.IPV6, 1)
         # Finds half-open connections and stopped processes. Slow peers pass, since libzmq's thread answers.
@@ -306,7 +308,7 @@ class Mailbox:
 
     def discard_unread(self) -> None:
         """Drop what a connecting mailbox has read ahead. ZMQ keeps that when a connection breaks and is made again."""
-        for _ in range(MAX_UNREAD):
+        for _ in range(MAX_WAITING):
             try:
                 self._socket.recv_multipart(_NOBLOCK)
             except zmq.Again:

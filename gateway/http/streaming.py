@@ -16,8 +16,11 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-#: Answers and events with more log-probabilities than this are formatted on a thread; each takes some microseconds.
+#: Answers and events with more log-probabilities than this, alternatives included, are formatted on a thread; each
+#: takes about a microsecond.
 MANY_LOGPROBS = 2_048
+#: Events of one stream that are longer together are written in parts, between which the event loop has a turn.
+MANY_BYTES = 128 << 10
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -36,7 +39,7 @@ class OutputEvents:
     """Collects the outputs of one HTTP request that have something new.
 
     An output is paused when more than ``max_unread`` of its tokens wait for the client to read, and goes on when at
-    most half of that waits.
+    most half of that waits. An alternative at a token counts as much as a token.
 
     Args:
         set_paused: called with the rid of an output, and whether it is to be paused.
@@ -61,10 +64,10 @@ class OutputEvents:
         self._changed[stream.number] = stream
         waiter = self._waiter
         if waiter is None or waiter.done():
-            if stream.num_untaken > self._max_unread and stream not in self._paused:
+            if stream.num_untaken * _weight(stream) > self._max_unread and stream not in self._paused:
                 self._paused.append(stream)
                 self._set_paused(stream.request.rid, True)
-        elif self._writer is None or stream.is_ended or len(stream.prompt_logprobs) > MANY_LOGPROBS:
+        elif self._writer is None or stream.is_ended or len(stream.prompt_logprobs) * _weight(stream) > MANY_LOGPROBS:
             waiter.set_result(None)  # ends, errors and threads are the task's
         elif is_first:
             self._turn.add(self)
@@ -72,7 +75,8 @@ class OutputEvents:
     @property
     def may_resume(self) -> bool:
         """Whether outputs are paused of which at most half of the bound is still to be written."""
-        return bool(self._paused) and all(2 * stream.num_untaken <= self._max_unread for stream in self._paused)
+        most = self._max_unread // 2
+        return bool(self._paused) and all(stream.num_untaken * _weight(stream) <= most for stream in self._paused)
 
     def resume(self) -> None:
         """Lets the paused outputs go on, once the client has read nearly all that was written."""
@@ -94,7 +98,7 @@ class OutputEvents:
         return changed
 
     def format(self) -> bytes:
-        """What can be written directly now; wakes the task if it cannot."""
+        """What can be written directly now; wakes the task for the rest."""
         waiter, writer = self._waiter, self._writer
         if waiter is None or waiter.done() or writer is None:
             return b""
@@ -102,14 +106,20 @@ class OutputEvents:
             waiter.set_result(None)
             return b""
         events: list[bytes] = []
+        num_bytes = 0
         try:
-            for output in self._changed.values():
+            for number, output in list(self._changed.items()):
+                if num_bytes > MANY_BYTES:
+                    break
+                del self._changed[number]
                 if (delta := output.take()) is not None:
                     events.append(writer.formatter.chunk(output, delta))
+                    num_bytes += len(events[-1])
         except Exception as error:  # the task answers it
             waiter.set_exception(error)
             return b""
-        self._changed.clear()
+        if self._changed:
+            waiter.set_result(None)
         return b"".join(events)
 
     def write(self, data: bytes) -> None:
@@ -221,18 +231,28 @@ async def _send_events(
     cycle = cycle_of(send)
     writer = None if cycle is None else DirectWriter(cycle, formatter)
     out = [formatter.first(outputs)]
-    num_open = len(outputs)
+    unended = {output.number for output in outputs}
+    num_bytes = 0
     while True:
         error = None
         for output in changed:
+            if output.number not in unended:  # it ended while this task waited, and its end has been written
+                continue
+            if num_bytes > MANY_BYTES:
+                await send({"type": "http.response.body", "body": b"".join(out), "more_body": True})
+                out.clear()
+                num_bytes = 0
+                await asyncio.sleep(0)
             if output.error is not None:
                 error = output.error
                 break
             delta = output.take()
             if delta is not None:
                 out.append(await _made(_num_logprobs(output, delta), formatter.chunk, output, delta))
-                num_open -= delta.is_last
-        if error is None and not num_open:
+                num_bytes += len(out[-1])
+                if delta.is_last:
+                    unended.remove(output.number)
+        if error is None and not unended:
             out.append(await _made(_num_logprobs_of(outputs), formatter.last, outputs))
             formatter.keep()
             return b"".join(out)
@@ -244,14 +264,22 @@ async def _send_events(
             await send({"type": "http.response.body", "body": b"", "more_body": True})  # returns once the client reads
             events.resume()
         out.clear()
+        num_bytes = 0
         changed = await events.changed(writer)
 
 
 def _num_logprobs_of(outputs: list[OutputStream]) -> int:
-    return sum([len(output.prompt_logprobs) + len(output.logprobs) for output in outputs])
+    return sum([(len(output.prompt_logprobs) + len(output.logprobs)) * _weight(output) for output in outputs])
 
 
 def _num_logprobs(output: OutputStream, delta: Delta) -> int:
     """Log-probabilities in an event, as far as they can be formatted while the output goes on."""
-    num_new = len(delta.logprobs) if delta.is_last else 0
-    return num_new if delta.first else num_new + len(output.prompt_logprobs)
+    num_tokens = len(delta.logprobs) if delta.is_last else 0
+    if not delta.first:
+        num_tokens += len(output.prompt_logprobs)
+    return num_tokens * _weight(output)
+
+
+def _weight(output: OutputStream) -> int:
+    """A token and its alternatives, which an output with log-probabilities shows."""
+    return 1 + (output.request.sampling.logprobs or 0)

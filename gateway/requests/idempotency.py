@@ -18,8 +18,10 @@ from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 
 MAX_KEY_LENGTH = 255
-#: Bytes that are counted for one token of a prompt or an output, for one log-probability, and for each output beside.
-TOKEN_BYTES, LOGPROB_BYTES, OUTPUT_BYTES = 36, 64, 2_048
+#: Bytes that are counted for one token of a prompt, for one of an output with its piece of text, and for each output
+#: beside; and for a log-probability and each of its alternatives. They are those of Python's objects.
+PROMPT_TOKEN_BYTES, OUTPUT_TOKEN_BYTES, OUTPUT_BYTES = 36, 100, 2_048
+LOGPROB_BYTES, ALTERNATIVE_BYTES = 56, 116
 
 Index = tuple[str, bool, str]
 
@@ -244,11 +246,13 @@ class IdempotencyStore:
 
 def _num_bytes(stream: OutputStream) -> int:
     request = stream.request
-    num_alternatives = (request.sampling.logprobs or 0) + 1
+    logprob_bytes = LOGPROB_BYTES + ALTERNATIVE_BYTES * (request.sampling.logprobs or 0)
     num_logprobs = len(stream.prompt_logprobs) + sum(entry is not None for entry in stream.logprobs)
     return (
         OUTPUT_BYTES
-        + TOKEN_BYTES * (len(request.prompt) + len(stream.ids))
-        + LOGPROB_BYTES * num_logprobs * num_alternatives
-        + 4 * (len(stream.text) + len(request.echo))
+        + PROMPT_TOKEN_BYTES * len(request.prompt)
+        + OUTPUT_TOKEN_BYTES * len(stream.ids)
+        + logprob_bytes * num_logprobs
+        + len(stream.text)
+        + 4 * len(request.echo)
     )

@@ -462,7 +462,10 @@ class ControlPlane:
         return [(node, answers.get(node.incarnation)) for node in nodes]
 
     async def find(self, model: str, keys: Sequence[str], timeout_s: float) -> dict[str, tuple[KeptOutput, ...]]:
-        """What each node of a model has of the outputs of requests with these keys, by the node's incarnation."""
+        """What each node of a model has of the outputs of requests with these keys, by the node's incarnation.
+
+        Nodes end these outputs. They are asked at once, before anything that is sent to them later.
+        """
         nodes = list(self.pools[model].registry.workers)
         questions = [Find(tuple(keys[at : at + FIND_AT_ONCE])) for at in range(0, len(keys), FIND_AT_ONCE)]
         answers = await asyncio.gather(*(self._rpc.call(nodes, one, Found, timeout_s) for one in questions))

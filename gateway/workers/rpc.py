@@ -1,7 +1,7 @@
 """Calls to nodes that return an answer, matched by a call number."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -41,10 +41,13 @@ class NodeRpc:
         self._num_calls = 0
         self._open: dict[tuple[str, int], asyncio.Future[Message | None]] = {}
 
-    async def call(
+    def call(
         self, incarnations: Iterable[str], request: Question, kind: type[Answer], timeout_s: float
-    ) -> dict[str, Answer]:
-        """Calls nodes and waits. Nodes that are gone or do not answer in time are left out."""
+    ) -> Coroutine[None, None, dict[str, Answer]]:
+        """Sends a call to nodes, at once, and returns what waits for the answers.
+
+        Nodes that are gone or do not answer in time are left out.
+        """
         self._num_calls += 1
         number, loop = self._num_calls, asyncio.get_running_loop()
         message = msgspec.structs.replace(request, number=number)
@@ -52,6 +55,11 @@ class NodeRpc:
         for incarnation in incarnations:
             self._send(message, incarnation)
             waits[incarnation] = self._open[incarnation, number] = loop.create_future()
+        return self._answers(waits, number, kind, timeout_s)
+
+    async def _answers(
+        self, waits: Mapping[str, "asyncio.Future[Message | None]"], number: int, kind: type[Answer], timeout_s: float
+    ) -> dict[str, Answer]:
         try:
             if waits:
                 await asyncio.wait(waits.values(), timeout=timeout_s)

@@ -1,5 +1,8 @@
 """A request on a decode node waits for a prefix that is being received for another request."""
 
+from unittest.mock import Mock
+
+import pytest
 from support.scheduling.single_nodes import PAGE, DecodeNode
 
 from common.cache.kv_window import KVWindow
@@ -56,3 +59,17 @@ def test_the_prefix_that_arrived_for_an_urgent_request_is_evicted_after_that_of_
         reservations.withdraw(request, reservation.pages)  # the transfer breaks, but all of its pages have arrived
     assert cache.evict(1) == 1
     assert [node.key for node in cache.nodes()] == [pack(urgent.prompt)]
+
+
+def test_the_room_for_overtaken_requests_is_added_up_once_for_a_pass_over_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = DecodeNode(num_pages=2_000, slots=64, rules=PriorityRules(), max_skip_ahead=1)
+    for number in range(40):  # requests that share a prefix, between others that overtake them
+        node.submit(f"sharer{number}", 12, first=50)
+        node.submit(f"other{number}", 4)
+    counting = Mock(side_effect=node.cache.num_pending)
+    monkeypatch.setattr(node.cache, "num_pending", counting)
+    granted = node.grant()
+    assert len(granted) == 41, "every request but those that share a prefix"
+    assert counting.call_count < 40, "the room for one request was computed several times"

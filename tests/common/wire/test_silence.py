@@ -11,7 +11,7 @@ import zmq
 from support.waiting import until
 
 from common.wire.mailbox import Mailbox
-from common.wire.messages import Deregister, FromGateway, FromNode
+from common.wire.messages import Abort, Deregister, FromGateway, FromNode
 from common.wire.process_id import new_incarnation
 
 SILENCE_S = 3.0  # longer than any thread of a connection may lack a core
@@ -67,6 +67,24 @@ def test_both_ends_notice_that_nothing_passes_any_more(context: "zmq.Context[zmq
         until(lambda: bound.lost_peers([node.incarnation]) == [node.incarnation])
         node.close()
         bound.close()
+
+
+def test_a_node_that_reads_nothing_for_a_while_stays_connected_and_gets_every_message(
+    context: "zmq.Context[zmq.Socket[bytes]]",
+) -> None:
+    bound = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*")
+    node = Mailbox(context, new_incarnation(), FromGateway, connect=bound.address, silence_s=SILENCE_S)
+    node.send(Deregister())
+    until(bound.receive)
+    for number in range(3_000):
+        assert bound.send(Abort(str(number), 0), target=node.incarnation)
+    time.sleep(2 * SILENCE_S)
+    assert not node.connection_events().disconnected, "its probes were not answered"
+    heard: list[str] = []
+    until(lambda: heard.extend(envelope.message.rid for envelope in node.receive()) or len(heard) == 3_000)
+    assert heard == list(map(str, range(3_000)))
+    node.close()
+    bound.close()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import threading
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -14,7 +15,7 @@ from support.gateway.toy_stack import ids_of
 from common.sampling_params import TokenLogprobs
 from common.wire.messages import SetPaused, Tokens
 from gateway.http.formatters.openai import CompletionFormatter
-from gateway.http.streaming import OutputEvents
+from gateway.http.streaming import OutputEvents, TurnEnd
 
 COMPLETIONS = "/v1/completions"
 STREAM = {"prompt": "x", "max_tokens": 100, "stream": True}
@@ -152,6 +153,86 @@ async def test_many_log_probabilities_of_a_prompt_are_formatted_on_a_thread(stac
     assert await texts(arriving) == ["i", "i"]
     answer.close()
     assert places == [(0, False), (1, False)]
+
+
+async def begin_samples(stack, count):
+    """As ``begin``, for several samples with log-probabilities: their ids, the answer, and its further events."""
+    prefill = stack.nodes[0]
+    body = {**STREAM, "n": count, "logprobs": 0}
+    call = asyncio.ensure_future(stack.client.post(stack.url + COMPLETIONS, json=body))
+    await prefill.until(lambda: len(prefill.generates) == count)
+    rids = list(prefill.generates)
+    for rid in rids:
+        prefill.tokens(rid, 0, ids_of("a"), logprobs=(TokenLogprobs(-1.0),))
+    answer = await call
+    arriving = events(answer)
+    for _ in rids:
+        await anext(arriving)
+    return rids, answer, arriving
+
+
+async def test_an_output_that_ends_while_another_is_formatted_has_one_end(stack, monkeypatch):
+    decode = stack.nodes[1]
+    (first, second, third), answer, arriving = await begin_samples(stack, 3)
+    is_formatted, goes_on = threading.Event(), threading.Event()
+    chunk = CompletionFormatter.chunk
+
+    def slow(self, output, delta):
+        if output.number == 0:
+            is_formatted.set()
+            assert goes_on.wait(60)
+        return chunk(self, output, delta)
+
+    monkeypatch.setattr(CompletionFormatter, "chunk", slow)
+    monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 0)  # the last event of an output is made on a thread
+    end = Tokens(first, decode.attempt(first), 1, ids_of("b"), logprobs=(TokenLogprobs(-1.0),), finish="length")
+    decode.mailbox.send(end, message(decode, second, 1, "c"))
+    await asyncio.to_thread(is_formatted.wait, 60)
+    decode.send(message(decode, second, 2, "d", "length"))
+    await decode.round_trip()
+    goes_on.set()
+    ended = [(await anext(arriving))["choices"][0] for _ in range(2)]
+    assert [(choice["text"], choice["finish_reason"]) for choice in ended] == [("b", "length"), ("cd", "length")]
+    decode.send(message(decode, third, 1, "e", "length"))
+    assert await texts(arriving) == ["e"]
+    answer.close()
+
+
+async def test_the_event_loop_has_turns_between_many_bytes_of_one_stream(stack, monkeypatch):
+    decode = stack.nodes[1]
+    rids, answer, arriving = await begin_samples(stack, 3)
+    loop, num_turns, turns = asyncio.get_running_loop(), 0, []
+    chunk = CompletionFormatter.chunk
+
+    def count():
+        nonlocal num_turns
+        num_turns += 1
+        timer = loop.call_soon(count)
+        monkeypatch.setattr(stack, "timer", timer, raising=False)
+
+    def noted(self, output, delta):
+        turns.append(num_turns)
+        return chunk(self, output, delta)
+
+    monkeypatch.setattr(CompletionFormatter, "chunk", noted)
+    monkeypatch.setattr("gateway.http.streaming.MANY_BYTES", 0)
+    count()
+    decode.mailbox.send(*[message(decode, rid, 1, "b") for rid in rids])
+    assert [(await anext(arriving))["choices"][0]["text"] for _ in rids] == ["b", "b", "b"]
+    stack.timer.cancel()
+    assert len(set(turns)) == 3
+    decode.mailbox.send(*[message(decode, rid, 2, "c", "length") for rid in rids])
+    assert await texts(arriving) == ["c", "c", "c"]
+    answer.close()
+
+
+@pytest.mark.parametrize(("num_logprobs", "is_paused"), [(None, False), (8, False), (9, True)])
+async def test_alternatives_that_wait_for_a_client_count_as_tokens(num_logprobs, is_paused):
+    paused = []
+    waiting = OutputEvents(TurnEnd(), lambda rid, _: paused.append(rid), only_ends=False, max_unread=100)
+    request = SimpleNamespace(rid="r", sampling=SimpleNamespace(logprobs=num_logprobs))
+    waiting.wake(SimpleNamespace(number=0, is_ended=False, num_untaken=11, request=request))
+    assert paused == ["r"] * is_paused
 
 
 async def test_a_client_that_reads_late_gets_all_text_and_the_gateway_writes_nothing_until_then(folder):

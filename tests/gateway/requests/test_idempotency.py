@@ -1,13 +1,16 @@
 """Requests with keys: which are found again, by whom, and how many are kept."""
 
+import tracemalloc
+
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import ErrorCode, RequestError
-from common.sampling_params import SamplingParams
-from common.wire.messages import Tokens
+from common.sampling_params import SamplingParams, TokenLogprobs
+from common.wire.messages import FromNode, Tokens
 from gateway.requests.idempotency import IdempotencyStore, identify, with_key
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
@@ -50,6 +53,44 @@ def begin(store, identity, num_outputs=1, reader=None):
 
 def tokens(stream, index, *ids, finish="", now=1.0):
     stream.on_tokens(Tokens("r", 0, index, ids, finish=finish), now)
+
+
+class Words:
+    """A detokenizer of a new text for each token."""
+
+    def push(self, ids):
+        return "".join(f" w{token}" for token in ids)
+
+    def flush(self):
+        return ""
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 0, 5, 20])
+def test_the_counted_bytes_are_those_of_the_memory(num_logprobs):
+    decoder, count, num_tokens = msgspec.msgpack.Decoder(FromNode), 20, 200
+    prompt = tuple(range(1_000, 1_010))
+    sampling = SamplingParams(max_new_tokens=num_tokens, logprobs=num_logprobs)
+    store = make_store(max_bytes=1 << 30)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(count):
+            keyed = store.begin(identity_of(str(number)), "answer", None)
+            wanted = GenerateRequest(f"r{number}", "r", prompt, sampling)
+            stream = OutputStream(wanted, 0, Words, keyed.wake, 0.0)
+            keyed.streams.append(stream)
+            store.add(keyed)
+            for index in range(num_tokens):
+                tops = tuple((1_000 + top, -1.5 - top) for top in range(num_logprobs or 0))
+                logprobs = () if num_logprobs is None else (TokenLogprobs(-1.0 - index, tops),)
+                finish = "length" if index == num_tokens - 1 else ""
+                sent = Tokens(f"r{number}", 0, index, (1_000 + index,), logprobs=logprobs, finish=finish)
+                stream.on_tokens(decoder.decode(msgspec.msgpack.encode(sent)), 1.0)
+        used = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert len(store) == count
+    assert 0.75 * used < store.num_bytes < 1.25 * used
 
 
 def run(store, identity, now=1.0):

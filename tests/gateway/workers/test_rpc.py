@@ -61,3 +61,13 @@ async def test_an_answer_of_another_type_is_ignored() -> None:
     await asyncio.sleep(0)
     rpc.on_answer(NODES[0], Decisions((), 1))
     assert await task == {}
+
+
+async def test_nodes_are_asked_before_they_are_sent_anything_later() -> None:
+    """A request may be sent to nodes while its retry begins to wait; they must not be asked for its outputs then."""
+    rpc, sent = asked()
+    answers = asyncio.gather(rpc.call(NODES, Flush(), Flushed, 5.0))
+    assert [node for node, _ in sent] == list(NODES)
+    for node in NODES:
+        rpc.on_answer(node, Flushed(1, 1))
+    assert await answers == [{node: Flushed(1, 1) for node in NODES}]
