@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import uvloop
 import zmq
@@ -29,12 +30,24 @@ log = logging.getLogger("gateway")
 #: part of a cycle when its request has ended. A search of all objects takes about a second with 100,000 requests in
 #: flight, and stops all streams; it comes after more than a million requests.
 GC_THRESHOLDS = 20_000, 10, 100
+#: Seconds after which slow work on a thread lets the event loop go on, which waits anew for each event of a connection.
+#: Python's default is ten times as long.
+SWITCH_INTERVAL_S = 0.0005
+#: Threads for slow work. More would delay the event loop more; a second one lets short answers pass a very long one.
+NUM_THREADS = 2
+
+
+def yield_to(loop: asyncio.AbstractEventLoop) -> None:
+    """Lets slow work on threads, such as formatting long answers, delay the event loop little."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    loop.set_default_executor(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="slow-work"))
 
 
 async def serve(gateway: Gateway, drain_timeout_s: float) -> None:
     """Serves until SIGTERM, after which requests may end, or SIGINT. A second signal ends them."""
     stop: asyncio.Future[float] = asyncio.Future()
     loop = asyncio.get_running_loop()
+    yield_to(loop)
 
     def on_signal(grace_s: float) -> None:
         if stop.done():

@@ -7,11 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import aiohttp
 import pytest
 from support.gateway.fake_nodes import MODEL, FakeNode, events, silent
+
+from gateway.__main__ import yield_to
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -21,6 +24,28 @@ def command(folder, *flags):
         sys.executable, "-m", "gateway", "--model", str(folder), "--served-model-name", MODEL,
         "--port", "0", "--control-port", "0", *flags,
     ]  # fmt: skip
+
+
+async def test_slow_work_is_done_by_two_threads_that_let_the_event_loop_go_on_soon():
+    interval_s = sys.getswitchinterval()
+    try:
+        yield_to(asyncio.get_running_loop())
+        assert sys.getswitchinterval() < interval_s
+    finally:
+        sys.setswitchinterval(interval_s)
+    is_over, begun = threading.Event(), []
+
+    def work(number):
+        begun.append(number)
+        assert is_over.wait(60)
+
+    tasks = [asyncio.create_task(asyncio.to_thread(work, number)) for number in range(4)]
+    while len(begun) < 2:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert sorted(begun) == [0, 1]
+    is_over.set()
+    await asyncio.gather(*tasks)
 
 
 class Process:
