@@ -41,8 +41,8 @@ class MessagesApi:
 
 def _chat(body: CountTokensRequest, model: ServedModel) -> ChatCompletionRequest:
     chat = to_chat(body)
-    if model.formats.reasoning is None:
-        chat.thinking_budget = None  # a model that does not think keeps every budget
+    if model.formats.reasoning is None or model.formats.covers_reasoning:
+        chat.thinking_budget = None  # not of a model that does not think, or whose reasoning no token ends for good
     return chat
 
 

@@ -13,6 +13,11 @@ class ModelFormats:
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
+    @property
+    def covers_reasoning(self) -> bool:
+        """Whether the format of tool calls also says what is reasoning, as gpt-oss's does."""
+        return self.tools is not None and self.tools.covers_reasoning
+
 
 #: Of a model whose answers are text alone.
 TEXT_ONLY = ModelFormats()

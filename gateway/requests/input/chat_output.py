@@ -74,7 +74,7 @@ def chat_output(
         grammar = _grammar(body, formats.tools, tools, markers, structure)
     param = (structure.param or "tools") if grammar else ""
     thinking = None
-    if reasoning is not None and (grammar or budget is not None) and not _covers_reasoning(formats):
+    if reasoning is not None and (grammar or budget is not None) and not formats.covers_reasoning:
         thinking = _thinking(reasoning, tokenizer, is_open, budget, param if budget is None else budget_param)
     return ChatOutput(OutputFormat(new_parser, {id: text for text, id in markers.items()}), grammar, param, thinking)
 
@@ -86,7 +86,7 @@ def _thinking_budget(body: ChatCompletionRequest, formats: ModelFormats) -> tupl
     if budget is not None and formats.reasoning is None:
         message = "the gateway does not know how this model writes its reasoning; start it with --reasoning-parser"
         raise refuse(message, name, ErrorCode.NOT_SUPPORTED)
-    if budget is not None and _covers_reasoning(formats):
+    if budget is not None and formats.covers_reasoning:
         message = "this model may reason in several messages, so that no sequence of tokens ends its reasoning for good"
         raise refuse(f"{message}; use reasoning_effort", name, ErrorCode.NOT_SUPPORTED)
     return name, budget
@@ -154,10 +154,6 @@ def answer_rule(grammar: str) -> str:
     """The body of a rule for what follows a grammar, which is nested, so that its names are its own."""
     rule = grammar.removeprefix("start: ")
     return rule if rule.startswith("%json ") and "\n" not in rule else f"%lark {{\n{grammar}\n}}"
-
-
-def _covers_reasoning(formats: ModelFormats) -> bool:
-    return formats.tools is not None and formats.tools.covers_reasoning
 
 
 def _thinking(

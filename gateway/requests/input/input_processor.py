@@ -382,9 +382,7 @@ class InputProcessor:
         limits = context.limits
         default = _tokens_left(len(prompt), limits) if default_max is None else default_max
         maximum = _max_output_tokens(body.max_tokens, len(prompt), limits, default, "max_tokens")
-        sampling = _sampling_params(
-            body, limits, max_new_tokens=maximum, min_tokens=body.min_tokens or 0, logprobs=logprobs
-        )
+        sampling = _sampling_params(body, limits, max_new_tokens=maximum, minimum="min_tokens", logprobs=logprobs)
         return self._request(context, rid, prompt, sampling, body)
 
     def _native_request(
@@ -398,12 +396,12 @@ class InputProcessor:
     ) -> GenerateRequest:
         given = params.max_new_tokens if params.max_new_tokens is not None else params.max_tokens
         maximum = _max_output_tokens(given, len(prompt), context.limits, NATIVE_MAX_TOKENS, f"{prefix}max_new_tokens")
-        minimum = params.min_new_tokens if params.min_new_tokens is not None else params.min_tokens
+        minimum_name = "min_tokens" if params.min_new_tokens is None else "min_new_tokens"
         if params.seed is None:
             params.seed = params.sampling_seed
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         sampling = _sampling_params(
-            params, context.limits, max_new_tokens=maximum, min_tokens=minimum or 0, logprobs=logprobs, prefix=prefix
+            params, context.limits, max_new_tokens=maximum, minimum=minimum_name, logprobs=logprobs, prefix=prefix
         )
         request = self._request(context, rid, prompt, sampling, params, prefix)
         return prompt_only(request) if given == 0 else request
@@ -517,17 +515,19 @@ def _sampling_params(
     limits: ServingLimits,
     *,
     max_new_tokens: int,
-    min_tokens: int,
+    minimum: str,
     logprobs: int | None,
     prefix: str = "",
 ) -> SamplingParams:
     """The client's fields over the model's defaults.
 
     Args:
+        minimum: the name of the field that says how many tokens there must be.
         prefix: of the fields' names in errors.
     """
+    min_tokens: int = getattr(body, minimum) or 0
     if min_tokens > max_new_tokens:
-        raise refuse(f"{min_tokens} is more than the {max_new_tokens} tokens allowed", f"{prefix}min_tokens")
+        raise refuse(f"{min_tokens} is more than the {max_new_tokens} tokens allowed", prefix + minimum)
     if body.stop_token_ids or body.logit_bias or body.allowed_token_ids:
         _check_token_ids(body, limits, prefix)
     given: tuple[float | None, ...] = _sampling_fields(body)

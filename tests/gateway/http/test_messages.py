@@ -7,6 +7,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 from support.gateway.formatted_outputs import events_of
+from support.gateway.toy_formats import ToyTools
 from support.gateway.toy_stack import answers, failing_stream, last_generate, last_prompt, toy_stack
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
@@ -108,6 +109,14 @@ async def test_a_thinking_budget_reaches_the_nodes(stack):
     answers(stack, "Hello.")
     await message(stack, thinking={"type": "enabled", "budget_tokens": 1024})
     assert last_generate(stack).sampling.thinking.budget == 1024
+
+
+async def test_a_thinking_budget_that_no_token_can_end_is_ignored(folder, monkeypatch):
+    monkeypatch.setattr(ToyTools, "covers_reasoning", True)
+    async with toy_stack(folder) as stack:
+        answers(stack, "Hello.")
+        await message(stack, thinking={"type": "enabled", "budget_tokens": 1024})
+        assert last_generate(stack).sampling.thinking is None
 
 
 async def test_tokens_are_counted_as_they_are_sent_to_the_nodes(stack):
