@@ -34,8 +34,6 @@ BATCHES_BESIDE, PROMPTS_BESIDE = (1, 4, 12), 2
 LENGTHS_BESIDE = (64, 512)
 #: Tokens of an output on one of two decode nodes: long outputs, so that prompts are rare.
 PAIR_OUTPUT = 256
-#: A service that sends more tokens than this at a time, in the mean, does not show how long single steps take.
-MOST_TOGETHER = 3.0
 NUM_ROWS = 5_000  # of a designed trace, more than any service answers in time
 
 
@@ -256,14 +254,7 @@ class Driver:
             raise ConfigError(
                 f"--calibrate {self._base.url}: every request failed: {first.message if first else 'none was sent'}"
             )
-        answered = [one for one in report.records if one.is_ok and one.stamps_s]
-        together = sum(one.num_output for one in answered) / max(1, sum(len(one.stamps_s) for one in answered))
-        if together > MOST_TOGETHER:
-            raise ConfigError(
-                f"--calibrate {self._base.url}: the service sends {together:.1f} tokens at a time, which hides how "
-                "long a step takes: let it send each one (--stream-interval 1)"
-            )
-        return [_streamed(one) for one in answered]
+        return [_streamed(one) for one in report.records if one.is_ok and one.stamps_s]
 
 
 def _streamed(record: RequestRecord) -> StreamedRequest:

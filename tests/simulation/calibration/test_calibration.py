@@ -16,7 +16,6 @@ from support.load.records import record
 
 from common.config.cli import parse
 from common.errors import ConfigError
-from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.client.server_info import ServerInfo
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.workload.plan import Plan
@@ -313,22 +312,13 @@ def test_a_service_whose_tokens_come_all_at_once_gives_too_few_samples(num_token
         driver.measure_round(10.0)
 
 
-def sent(monkeypatch: pytest.MonkeyPatch, *records: RequestRecord) -> list[StreamedRequest]:
-    """What a driver makes of these answers."""
-    report = SimpleNamespace(was_stopped=False, all_failed=False, records=records)
+def test_each_token_of_an_event_with_several_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = record(1.0, 1.5, 2.0, counts=[1, 2, 1], num_output=4)
+    report = SimpleNamespace(was_stopped=False, all_failed=False, records=[answer])
     monkeypatch.setattr(drive, "run_load", lambda *_, **__: report)
     driver = Driver(LoadtestConfig(), ServerInfo("m", 4_096, "baton", {}), ServiceSize("m", 512), lambda words: None)
-    return driver._send([], concurrency=1, seconds=1.0)
-
-
-def test_each_token_of_an_event_with_several_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    [found] = sent(monkeypatch, record(1.0, 1.5, 2.0, counts=[1, 2, 1], num_output=4))
+    [found] = driver._send([], concurrency=1, seconds=1.0)
     assert found.stamps_s == [1.0, 1.5, 1.5, 2.0]
-
-
-def test_a_service_that_sends_many_tokens_at_a_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"sends 4\.0 tokens at a time"):
-        sent(monkeypatch, record(1.0, 1.5, 2.0, num_output=12))
 
 
 def register(role: str, **fields: object) -> dict[str, object]:
