@@ -41,11 +41,11 @@ served-model-name = "m"
 
 [gateway]
 count = {gateways}
-options = {{ host = "0.0.0.0", port = 8000, drain-timeout = 5, advice-window = 5, advice-hold = 5 }}
+options = {{ host = "0.0.0.0", port = 8000, drain-timeout = 60, advice-window = 5, advice-hold = 5 }}
 
 [prefill]
 count = 1
-options = {{ dtype = "float32", max-total-tokens = 2048, transport = "tcp", node-timeout = 10, drain-timeout = 10 }}
+options = {{ dtype = "float32", max-total-tokens = 2048, transport = "tcp", node-timeout = 10, drain-timeout = 60 }}
 
 [decode]
 count = {decode}
@@ -57,7 +57,7 @@ max-running-requests = 8
 max-total-tokens = 2048
 transport = "tcp"
 node-timeout = 10
-drain-timeout = 10
+drain-timeout = 60
 
 [autoscale]
 up-after-s = 3
