@@ -30,7 +30,7 @@ log = logging.getLogger("gateway")
 #: part of a cycle when its request has ended. A search of all objects takes about a second with 100,000 requests in
 #: flight, and stops all streams; it comes after more than a million requests.
 GC_THRESHOLDS = 20_000, 10, 100
-#: Seconds after which slow work on a thread lets the event loop go on, which waits anew for each event of a connection.
+#: Seconds after which slow work on a thread lets the event loop go on, which waits once for each event of a connection.
 #: Python's default is ten times as long.
 SWITCH_INTERVAL_S = 0.0005
 #: Threads for slow work. More would delay the event loop more; a second one lets short answers pass a very long one.

@@ -356,7 +356,7 @@ class Router:
             arrays.idle_at[row] = max(arrays.idle_at[row], now) + num_compute * token_s
 
     def _estimate_idle_at(self, row: int, now: float) -> None:
-        """Estimates anew when a prefill node will be idle, if that instant has passed: prompts took longer than
+        """Estimates again when a prefill node will be idle, if that instant has passed: prompts took longer than
         expected, or were sent before anything was measured. All tokens of unfinished prompts count."""
         arrays = self._arrays
         if arrays.idle_at[row] <= now:
