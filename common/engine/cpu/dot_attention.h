@@ -41,25 +41,23 @@ INLINE vf sums_of(__m512 rows[16]) {
 }
 
 /* Scores of two queries with eight keys, which begin at the elements `at`: first eight of one, then eight of the other.
- * `dim` is a multiple of 32. Memory at the distance `ahead` from the keys is fetched meanwhile, unless that is 0. */
-INLINE vf score_eight(const char *one, const char *other, const char *keys, const ptrdiff_t *at, long dim,
-                      ptrdiff_t ahead, int dtype) {
+ * `dim` is a multiple of 32. As much of `next` is fetched meanwhile, unless it is null. */
+INLINE vf score_eight(const char *one, const char *other, const char *keys, const ptrdiff_t *at, const long dim,
+                      const char *next, const ptrdiff_t *next_at, int dtype) {
     const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype);
     __m512i sums[16];
     __m512 rows[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_si512();
-    for (long i = 0; i < dim; i += 2 * LANES) {
-        const __m512i part = pairs_at(one, i, BF16), other_part = pairs_at(other, i, BF16);
 #pragma GCC unroll 8
-        for (int t = 0; t < 8; t++) {
-            const char *address = keys + (at[t] + i) * item;
-            const __m512i key = pairs_at(address, 0, dtype);
-            if (ahead && i * item % 64 == 0) __builtin_prefetch(address + ahead, 0, 2);
-            sums[t] = add_dots(sums[t], part, key, dtype);
-            sums[t + 8] = add_dots(sums[t + 8], other_part, key, dtype);
+    for (int t = 0; t < 8; t++)
+#pragma GCC unroll 4
+        for (long i = 0; i < dim; i += 2 * LANES) {
+            const __m512i key = pairs_at(keys, at[t] + i, dtype);
+            if (next && i * item % 64 == 0) __builtin_prefetch(next + (next_at[t] + i) * item, 0, 3);
+            sums[t] = add_dots(sums[t], pairs_at(one, i, BF16), key, dtype);
+            sums[t + 8] = add_dots(sums[t + 8], pairs_at(other, i, BF16), key, dtype);
         }
-    }
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) rows[i] = dtype == I8 ? _mm512_cvtepi32_ps(sums[i]) : (__m512)sums[i];
     return sums_of(rows);
@@ -85,8 +83,8 @@ INLINE void add_pairs(float *sums, const uint32_t *weights, const float *units, 
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i += 2) {
             if (next && i * LANES * item % 64 == 0) {
-                __builtin_prefetch(next + (next_at[t] + i * LANES) * item, 0, 2);
-                __builtin_prefetch(next + (next_at[t + 1] + i * LANES) * item, 0, 2);
+                __builtin_prefetch(next + (next_at[t] + i * LANES) * item, 0, 3);
+                __builtin_prefetch(next + (next_at[t + 1] + i * LANES) * item, 0, 3);
             }
             const __m512i a = pairs_at(values, at[t] + i * LANES, dtype), b = pairs_at(values, at[t + 1] + i * LANES, dtype);
             const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);

@@ -28,10 +28,6 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef _Float16 vh16 __attribute__((vector_size(2 * LANES)));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 
-/* How many bytes ahead weights are fetched where the products take about as long as memory does: the processor's own
- * prefetching falls behind then. With few rows it keeps up better, and it is enough to fetch what comes next. */
-enum { AHEAD = 8192, NEAR = 512 };
-
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
@@ -94,6 +90,13 @@ INLINE void store(char *array, ptrdiff_t index, vf x, int dtype) {
 }
 
 INLINE vf splat(float x) { return x - (vf){0}; }
+
+/* 0, 1, 2 and so on. */
+INLINE vi lane_numbers(void) {
+    vi numbers;
+    for (int lane = 0; lane < LANES; lane++) numbers[lane] = lane;
+    return numbers;
+}
 
 typedef float v4 __attribute__((vector_size(16)));
 typedef float v8 __attribute__((vector_size(32)));

@@ -45,6 +45,7 @@ typedef struct {
 /* Some rows times some blocks of sixteen outputs. */
 INLINE void multiply_tile(const Tile *tile, int blocks, int dtype, int rows) {
     const long pairs = tile->pairs;
+    const int is_near = is_zen5();
     const char *weight = tile->weight;
     __m512 sums[ROWS][BLOCKS];
     vf totals[ROWS * BLOCKS];
@@ -54,7 +55,7 @@ INLINE void multiply_tile(const Tile *tile, int blocks, int dtype, int rows) {
     for (long k = 0; k < pairs; k++) {
         __m512i weights[BLOCKS];
         for (int j = 0; j < blocks; j++)
-            __builtin_prefetch(weight + (k * blocks + j) * 64 + (rows > 5 ? AHEAD : NEAR), 0, 2);
+            fetch_weights(weight + (k * blocks + j) * 64, is_near, rows <= 5);
 #pragma GCC unroll 4
         for (int j = 0; j < blocks; j++) weights[j] = _mm512_loadu_si512(weight + (k * blocks + j) * 64);
 #pragma GCC unroll 8

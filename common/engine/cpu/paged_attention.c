@@ -12,8 +12,7 @@
 
 int omp_get_max_threads(void); /* of the runtime that torch has loaded */
 
-/* Memory delivers most when several streams of pages are read side by side: a tile is STREAM tokens of each. */
-enum { STREAM = 16, TILE = 8 * STREAM, MAX_QUERIES = 16, MAX_DIM = 256 };
+enum { TILE = 64, MAX_QUERIES = 16, MAX_DIM = 256 };
 
 /* One query and its result so far. with_dots() keeps query and weights in 16 bits, integers in these units. */
 typedef struct {
@@ -22,25 +21,18 @@ typedef struct {
     uint32_t weights[TILE / 2];
 } __attribute__((aligned(64))) Query;
 
-/* Places of `count` tokens (a multiple of STREAM) of a row, one of each stream, then the next one of each.
- * Some may lie beyond the end of the row. */
+/* Places of `count` neighbouring tokens of a row, a multiple of 16. Some may lie beyond the end of the row. */
 typedef struct {
     int count;
-    ptrdiff_t at[TILE];   /* elements where they begin in the keys and in the values of KV head 0 */
-    int32_t number[TILE]; /* in the tile */
-    ptrdiff_t scale_after[TILE];
+    ptrdiff_t at[TILE]; /* elements where they begin in the keys and in the values of KV head 0 */
+    ptrdiff_t scale_at[TILE]; /* of their scales, likewise */
 } Places;
 
-/* Keys and values of one KV head. */
+/* Keys, or values, of one KV head. */
 typedef struct {
-    const char *keys, *values;
+    const char *elements;
     const Places *places;
 } Tile;
-
-/* Scales of the keys and values of a tile. */
-typedef struct {
-    float keys[TILE], values[TILE];
-} Scales;
 
 /* Whether dot_attention.h computes this. */
 INLINE int with_dots(long dim, int dtype) {
@@ -54,49 +46,55 @@ INLINE int with_dots(long dim, int dtype) {
     return 0;
 }
 
+/* Fetch `next` elements of a token, one line of memory at each call with another `i`, unless there is no next tile. */
+INLINE void fetch(const Tile *next, long t, long i, int dtype) {
+    const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype);
+    if (next && i * item % 64 == 0) __builtin_prefetch(next->elements + (next->places->at[t] + i) * item, 0, 3);
+}
+
 /* Scores of `count` queries with one key. `count` is a constant, so that sums stay in registers. */
-INLINE void score(Query *q, const int count, const char *keys, ptrdiff_t at, long dim, long t, int dtype) {
+INLINE void score(Query *q, const int count, const Tile *keys, const Tile *next, long dim, long t, int dtype) {
     vf parts[4] = {{0}};
     for (long i = 0; i < dim; i += LANES) {
-        vf key = load(keys, at + i, dtype);
+        vf key = load(keys->elements, keys->places->at[t] + i, dtype);
+        fetch(next, t, i, dtype);
         for (int m = 0; m < count; m++) parts[m] += key * load((const char *)q[m].query, i, F32);
     }
     for (int m = 0; m < count; m++) q[m].scores[t] = sum(parts[m]);
 }
 
-/* Add `tokens` weighted values to the sums of `count` queries; the sums stay in registers. */
-INLINE void add_values(Query *q, const int count, const char *values, const ptrdiff_t *at, long tokens, long dim,
-                       int dtype) {
+/* Add weighted values to the sums of `count` queries; the sums stay in registers. */
+INLINE void add_values(Query *q, const int count, const Tile *values, const Tile *next, long dim, int dtype) {
     enum { VECTORS = BLOCK / LANES };
     for (long i = 0; i < dim; i += BLOCK) {
         vf parts[4][VECTORS];
         for (int m = 0; m < count; m++)
             for (int j = 0; j < VECTORS; j++) parts[m][j] = load((const char *)q[m].sums, i + j * LANES, F32);
-        for (long t = 0; t < tokens; t++)
+        for (long t = 0; t < values->places->count; t++) {
+            fetch(next, t, i, dtype);
             for (int j = 0; j < VECTORS; j++) {
-                const vf value = load(values, at[t] + i + j * LANES, dtype);
+                const vf value = load(values->elements, values->places->at[t] + i + j * LANES, dtype);
                 for (int m = 0; m < count; m++) parts[m][j] += value * q[m].scores[t];
             }
+        }
         for (int m = 0; m < count; m++)
             for (int j = 0; j < VECTORS; j++) store((char *)q[m].sums, i + j * LANES, parts[m][j], F32);
     }
 }
 
 /* Turn scores into weights relative to the best score so far; if the best rises, scale earlier sums down. The query is
- * number `own` of the tile's tokens, or lies outside. `scales` may be null. */
-INLINE void reweigh(Query *q, const Paged *kv, const Places *places, const Scales *scales, long own) {
+ * number `own` of the tile's tokens, or lies outside. `scales`: of the keys, or null. */
+INLINE void reweigh(Query *q, const Paged *kv, int count, const float *scales, long own) {
     const float scale = kv->layer.scale, soft_cap = kv->layer.soft_cap;
     const int32_t window = kv->layer.window;
     const long dim = kv->dim;
     char *scores = (char *)q->scores;
     vf highest = splat(q->best), total = {0};
-    for (int t = 0; t < places->count; t += LANES) {
-        vi number;
-        memcpy(&number, places->number + t, sizeof number);
-        const vf factor = scales ? load((const char *)scales->keys, t, F32) * (scale * q->query_unit) : splat(scale);
+    for (int t = 0; t < count; t += LANES) {
+        const vf factor = scales ? load((const char *)scales, t, F32) * (scale * q->query_unit) : splat(scale);
         vf scaled = load(scores, t, F32) * factor;
         if (soft_cap != 0.0f) scaled = capped(scaled, soft_cap);
-        scaled = choose(is_seen((int32_t)own - number, window), scaled, splat(-INFINITY));
+        scaled = choose(is_seen((int32_t)own - t - lane_numbers(), window), scaled, splat(-INFINITY));
         store(scores, t, scaled, F32);
         highest = larger(highest, scaled);
     }
@@ -108,24 +106,24 @@ INLINE void reweigh(Query *q, const Paged *kv, const Places *places, const Scale
             store((char *)q->sums, i, load((const char *)q->sums, i, F32) * shrink, F32);
         q->best = best;
     }
-    for (int t = 0; t < places->count; t += LANES) {
+    for (int t = 0; t < count; t += LANES) {
         const vf score = load(scores, t, F32);
         const vf weight = choose(score == splat(-INFINITY), (vf){0}, exponential(score - best));
-        store(scores, t, scales ? weight * load((const char *)scales->values, t, F32) : weight, F32);
+        store(scores, t, weight, F32);
         total += weight;
     }
     q->total += sum(total);
 }
 
-INLINE void each_four(Query *q, int num, const Tile *tile, long dim, int of_keys, int dtype) {
-    const ptrdiff_t *at = tile->places->at;
-    const int tokens = tile->places->count;
+/* The scores of all queries with the keys of a tile, or else their sums with its values, for `next` of which memory is
+ * asked meanwhile. */
+INLINE void each_four(Query *q, int num, const Tile *tile, const Tile *next, long dim, int of_keys, int dtype) {
     int m = 0;
-#define PART(count)                                                                                          \
-    if (of_keys)                                                                                             \
-        for (long t = 0; t < tokens; t++) score(q + m, count, tile->keys, at[t], dim, t, dtype);             \
-    else                                                                                                     \
-        add_values(q + m, count, tile->values, at, tokens, dim, dtype);
+#define PART(at_once)                                                                                            \
+    if (of_keys)                                                                                                 \
+        for (long t = 0; t < tile->places->count; t++) score(q + m, at_once, tile, m ? 0 : next, dim, t, dtype); \
+    else                                                                                                         \
+        add_values(q + m, at_once, tile, m ? 0 : next, dim, dtype);
     for (; m + 4 <= num; m += 4) { PART(4) }
     for (; m + 2 <= num; m += 2) { PART(2) }
     if (m < num) { PART(1) }
@@ -133,33 +131,30 @@ INLINE void each_four(Query *q, int num, const Tile *tile, long dim, int of_keys
 }
 
 #ifdef __AVX512VNNI__
-/* Memory is asked for what comes next little by little: requests beyond those that the processor can keep are dropped.
- * While keys are read, the values of the same tokens are fetched, and then the next keys. */
-INLINE void score_all(Query *q, int num, const Tile *tile, long dim, int dtype) {
+INLINE void score_all(Query *q, int num, const Tile *keys, const Tile *next, long dim, int dtype) {
     for (int m = 0; m < num; m += 2) {
         Query *other = q + (m + 1 < num ? m + 1 : m);
-        for (int t = 0; t < tile->places->count; t += 8) {
-            const vf scores = score_eight((const char *)q[m].query, (const char *)other->query, tile->keys,
-                                          tile->places->at + t, dim, m == 0 ? tile->values - tile->keys : 0, dtype);
+        for (int t = 0; t < keys->places->count; t += 8) {
+            const vf scores = score_eight((const char *)q[m].query, (const char *)other->query, keys->elements,
+                                          keys->places->at + t, dim, m ? 0 : next->elements, next->places->at + t, dtype);
             memcpy(other->scores + t, (const char *)&scores + 32, 32);
             memcpy(q[m].scores + t, &scores, 32);
         }
     }
 }
 
-INLINE void add_all(Query *q, int num, const Tile *tile, const Tile *next, long dim, int dtype) {
+INLINE void add_all(Query *q, int num, const Tile *values, const Tile *next, long dim, int dtype) {
     enum { STRIDE = sizeof(Query) / 4 };
-    const ptrdiff_t *at = tile->places->at;
-    const int width = dim % 128 == 0 ? 128 : 32, tokens = tile->places->count;
-    const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype);
+    const ptrdiff_t *at = values->places->at, item = (ptrdiff_t)item_bytes(dtype);
+    const int width = dim % 128 == 0 ? 128 : 32, tokens = values->places->count;
     for (int m = 0; m < num; m++) q[m].weight_unit = round_to_pairs(q[m].scores, q[m].weights, tokens, dtype);
     for (int m = 0; m < num; m += 2)
         for (long i = 0; i < dim; i += width) {
-            const char *values = tile->values + i * item, *ahead = m == 0 ? next->keys + i * item : 0;
+            const char *elements = values->elements + i * item, *ahead = m ? 0 : next->elements + i * item;
             float *sums = q[m].sums + i;
 #define ADD(count, width) \
-    add_pairs(sums, q[m].weights, &q[m].weight_unit, STRIDE, count, values, at, tokens, width, ahead, next->places->at, \
-              dtype)
+    add_pairs(sums, q[m].weights, &q[m].weight_unit, STRIDE, count, elements, at, tokens, width, ahead, \
+              next->places->at, dtype)
             if (width == 128 && num - m > 1)
                 ADD(2, 128);
             else if (width == 128)
@@ -178,73 +173,55 @@ INLINE void add_all(Query *q, int num, const Tile *tile, const Tile *next, long 
 #define in_order(...)
 #endif
 
-INLINE void fetch(const Tile *tile, long dim, int dtype) {
-    const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype);
+INLINE void read_scales(const Tile *tile, float *scales) {
     for (int t = 0; t < tile->places->count; t++)
-        for (long byte = 0; byte < dim * item; byte += 64) {
-            __builtin_prefetch(tile->keys + tile->places->at[t] * item + byte, 0, 1);
-            __builtin_prefetch(tile->values + tile->places->at[t] * item + byte, 0, 1);
-        }
+        scales[t] = power_of_two((uint8_t)tile->elements[tile->places->scale_at[t]]);
 }
 
-INLINE void find_scales(const Tile *tile, Scales *to) {
-    const Places *places = tile->places;
-    for (int t = 0; t < places->count; t++) {
-        const ptrdiff_t at = places->at[t] + places->scale_after[t];
-        to->keys[t] = power_of_two((uint8_t)tile->keys[at]);
-        to->values[t] = power_of_two((uint8_t)tile->values[at]);
-    }
-}
-
-/* Attention of `num` queries, of one group of heads, to one tile. The first of them is number `own` of its tokens. */
-INLINE void attend_tile(Query *q, int num, const Paged *kv, const Tile *tile, const Tile *next, long own, int dtype) {
-    const long dim = kv->dim, group = group_size(kv);
-    const int is_dotted = with_dots(dim, dtype);
-    Scales scales;
-    if (is_dotted) {
-        score_all(q, num, tile, dim, dtype);
-    } else {
-        fetch(next, dim, dtype);
-        each_four(q, num, tile, dim, 1, dtype);
-    }
-    if (dtype == I8) find_scales(tile, &scales); /* now, since they come with the values */
-    for (int m = 0; m < num; m++)
-        reweigh(q + m, kv, tile->places, dtype == I8 ? &scales : 0, own + m / group);
-    if (is_dotted)
-        add_all(q, num, tile, next, dim, dtype);
+/* The weights of a tile's tokens for `num` queries, of one group of heads. The first query is number `own` of the
+ * tokens. */
+INLINE void weigh(Query *q, int num, const Paged *kv, const Tile *keys, const Tile *next, long own, int dtype) {
+    float scales[TILE];
+    if (with_dots(kv->dim, dtype))
+        score_all(q, num, keys, next, kv->dim, dtype);
     else
-        each_four(q, num, tile, dim, 0, dtype);
+        each_four(q, num, keys, next, kv->dim, 1, dtype);
+    if (dtype == I8) read_scales(keys, scales);
+    for (int m = 0; m < num; m++)
+        reweigh(q + m, kv, keys->places->count, dtype == I8 ? scales : 0, own + m / group_size(kv));
 }
 
-/* Find the next tokens from `start` on, at most `most`. The last token of the row stands in for those beyond it. */
-INLINE void locate(const Paged *kv, long row, long start, long length, long most, Places *to) {
-    const long left = length - start, streams = left < most ? (left + STREAM - 1) / STREAM : most / STREAM;
-    for (long i = 0, stream = 0, turn = 0; i < most; i++) {
-        const long number = turn < STREAM ? stream * STREAM + turn : left;
-        const long token = number < left ? start + number : length - 1;
-        to->number[i] = (int32_t)number;
+INLINE void add_weighted(Query *q, int num, const Paged *kv, const Tile *values, const Tile *next, int dtype) {
+    float scales[TILE];
+    if (dtype == I8) read_scales(values, scales);
+    for (int m = 0; dtype == I8 && m < num; m++)
+        for (int t = 0; t < values->places->count; t++) q[m].scores[t] *= scales[t];
+    if (with_dots(kv->dim, dtype))
+        add_all(q, num, values, next, kv->dim, dtype);
+    else
+        each_four(q, num, values, next, kv->dim, 0, dtype);
+}
+
+/* Find the tokens from `start` to `end`. The last one of the row stands in for those beyond it. */
+INLINE void locate(const Paged *kv, long row, long start, long end, long length, Places *to) {
+    to->count = (int)((end < length ? end : length) - start + 15) / 16 * 16;
+    for (long i = 0; i < end - start; i++) {
+        const long token = start + i < length ? start + i : length - 1;
         to->at[i] = token_at(kv, row, 0, token);
-        to->scale_after[i] = scale_after(kv, place_in_page(kv, token));
-        if (++stream == streams) stream = 0, turn++;
+        to->scale_at[i] = to->at[i] + scale_after(kv, place_in_page(kv, token));
     }
-    to->count = (int)streams * STREAM;
 }
 
-/* Tokens of tiles that divide `length` tokens evenly, at most `most` each. */
-INLINE long tile_size(long length, long most) {
-    const long tiles = (length + most - 1) / most, even = (length + tiles - 1) / tiles;
-    return (even + STREAM - 1) / STREAM * STREAM;
-}
-
-INLINE Tile tile_of(const Paged *kv, long group, const Places *places, int dtype) {
-    const ptrdiff_t offset = kv_head_of(kv, group) * kv->head_stride * (ptrdiff_t)item_bytes(dtype);
-    return (Tile){kv->layer.keys + offset, kv->layer.values + offset, places};
+INLINE Tile tile_of(const Paged *kv, const char *elements, long group, const Places *places, int dtype) {
+    return (Tile){elements + kv_head_of(kv, group) * kv->head_stride * (ptrdiff_t)item_bytes(dtype), places};
 }
 
 /* One piece of a row at the groups of heads first_head .. end_head - 1. q, out: [tokens, heads, dim], strides in
- * elements. A tile is computed for all groups before the next one, since the heads of a page are neighbours in memory.
- * `pages`: the dtype of the pages, a constant; `inputs`: that of q and out, which is the same unless the pages are
- * rounded. */
+ * elements. `pages`: the dtype of the pages, a constant; `inputs`: that of q and out, which is the same unless the pages
+ * are rounded.
+ *
+ * Memory delivers most when it is read in the order of its addresses, and the heads of a page are neighbours: so the keys
+ * of all groups of a tile come first, then their values, and each asks for those that are read next. */
 INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long end_head, const char *q, long q_stride,
                    char *out, int inputs, int pages) {
     const int dtype = pages == I8 ? inputs : pages;
@@ -256,9 +233,8 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
     /* What the first query does not see, no other one sees; the last one sees no token from `length` on. */
     const long begin = first_seen(kv, piece->position), length = piece->position + piece->num_queries;
     const float *sinks = kv->layer.sinks;
-    /* Many queries read a tile so often that it must stay in the nearest cache. */
-    const long most = tile_size(length - begin, num > 4 ? 2 * STREAM : TILE);
-    locate(kv, piece->row, begin, length, most, places);
+    const long most = pages == I8 ? TILE : TILE / 2; /* the nearest cache holds this tile and the next */
+    locate(kv, piece->row, begin, begin + most, length, places);
     for (int m = 0; m < all; m++) {
         const long head = (first_head + m / num) * group + m % num % group;
         const ptrdiff_t from = (piece->first_query + m % num / group) * q_stride + head * dim;
@@ -269,15 +245,22 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
         queries[m].best = sinks ? sinks[head] : -INFINITY;
         queries[m].total = sinks ? 1.0f : 0.0f;
     }
+    const char *keys = kv->layer.keys, *values = kv->layer.values;
     int turn = 0;
     for (long start = begin; start < length; start += most, turn ^= 1) {
-        if (start + most < length) locate(kv, piece->row, start + most, length, most, places + !turn);
+        const Places *here = places + turn, *later = start + most < length ? places + !turn : here;
+        if (later != here) locate(kv, piece->row, start + most, start + 2 * most, length, places + !turn);
         for (long head = first_head; head < end_head; head++) {
-            const Tile tile = tile_of(kv, head, places + turn, pages);
-            const Tile next = head + 1 < end_head      ? tile_of(kv, head + 1, places + turn, pages)
-                              : start + most < length ? tile_of(kv, first_head, places + !turn, pages)
-                                                       : tile;
-            attend_tile(queries + (head - first_head) * num, num, kv, &tile, &next, piece->position - start, pages);
+            const Tile tile = tile_of(kv, keys, head, here, pages);
+            const Tile next = head + 1 < end_head ? tile_of(kv, keys, head + 1, here, pages)
+                                                  : tile_of(kv, values, first_head, here, pages);
+            weigh(queries + (head - first_head) * num, num, kv, &tile, &next, piece->position - start, pages);
+        }
+        for (long head = first_head; head < end_head; head++) {
+            const Tile tile = tile_of(kv, values, head, here, pages);
+            const Tile next = head + 1 < end_head ? tile_of(kv, values, head + 1, here, pages)
+                                                  : tile_of(kv, keys, first_head, later, pages);
+            add_weighted(queries + (head - first_head) * num, num, kv, &tile, &next, pages);
         }
     }
     for (int m = 0; m < all; m++) {

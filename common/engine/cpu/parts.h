@@ -11,6 +11,22 @@ enum { BLOCKS = 3 };
 enum { BLOCKS = 1 };
 #endif
 
+enum { AHEAD = 8192 }; /* how many bytes ahead weights are fetched */
+
+#ifdef __AVX512BW__
+/* Zen 5, and what follows it. */
+INLINE int is_zen5(void) { return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vp2intersect"); }
+
+/* Ask for weights that are read soon. Zen 5 reads them fastest if they come into the nearest cache. Zen 4 fetches ahead
+ * by itself where few rows are multiplied, and is disturbed unless it is asked for what it fetches next anyway. */
+INLINE void fetch_weights(const char *weights, int is_near, int has_few_rows) {
+    if (is_near)
+        __builtin_prefetch(weights + AHEAD, 0, 3);
+    else
+        __builtin_prefetch(weights + (has_few_rows ? 512 : AHEAD), 0, 2);
+}
+#endif
+
 /* Call with a number of rows up to eight as a constant, the last argument. */
 #define WITH_ROWS(rows, function, ...)                  \
     do switch (rows) {                                  \

@@ -83,6 +83,7 @@ INLINE void add_products(__m512i sums[ROWS][BLOCKS], const uint8_t *values, cons
 INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block,
                           int blocks, int bits, int dtype, int out_dtype, int rows) {
     const long inputs = w->inputs, groups = inputs / w->group;
+    const int is_near = is_zen5();
     const uint8_t *values = w->values + block * inputs * LANES * bits / 8; /* the groups of a tile follow each other */
     vf totals[ROWS * BLOCKS];
     for (int i = 0; i < rows * blocks; i++) totals[i] = (vf){0};
@@ -100,7 +101,7 @@ INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char
         const uint8_t *end = values + w->group * LANES * bits / 8 * blocks;
         do {
             for (int byte = 0; byte < LANES * bits * blocks; byte += 64)
-                __builtin_prefetch(values + byte + (rows > 4 ? AHEAD : NEAR), 0, 2);
+                fetch_weights((const char *)values + byte, is_near, rows <= 4);
             add_products(sums, values, some, rows, blocks, bits);
             values += LANES * bits * blocks;
             some += 8 * rows;
