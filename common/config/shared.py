@@ -129,8 +129,8 @@ class EngineOptions:
     weight_dtype: WeightDtype = option(
         "auto",
         "Number format of weight matrices: int8 (one scale per output) or int4 (one scale per group of 32 to 128"
-        " inputs) reads half or a quarter of the bytes of bfloat16 in every step, and changes the answers slightly; auto uses"
-        " --dtype. All nodes of a model must agree. CPUs only so far.",
+        " inputs) reads half or a quarter of the bytes of bfloat16 in every step, and changes answers slightly; auto"
+        " uses --dtype. All nodes of a model must agree. CPUs only so far.",
     )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = option(
         "auto",

@@ -283,7 +283,7 @@ class EventLoop:
                 self._is_stopping |= departure.next_role is None
             case DepartureStep.STAY:
                 log.error(
-                    "the role is kept: %d requests and %d pages into which another node may still write are left",
+                    "keeping the role: %d requests are left, and %d pages that another node may still write to",
                     num_left,
                     load.num_quarantined_pages,
                 )
@@ -470,7 +470,7 @@ class EventLoop:
         for incarnation, message in self._sources.receive():
             self._role.on_peer(incarnation, message, now)
         for incarnation in self._sources.lost():
-            log.warning("node %s is gone, from which pages came", self._name_of(incarnation))
+            log.warning("node %s, which sent pages to this node, is gone", self._name_of(incarnation))
             self._role.peer_lost(incarnation, now)
 
     # ---- sending ----------------------------------------------------------------------------------------------------

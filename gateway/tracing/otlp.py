@@ -93,7 +93,7 @@ class OtlpExporter:
             else:
                 self.num_dropped += len(batch)
                 if not self._has_failed:
-                    log.warning("the collector of --otlp-endpoint does not take spans; requests are dropped from it")
+                    log.warning("the collector at --otlp-endpoint does not accept spans; they are dropped")
             self._has_failed = not is_sent
 
     def _next_batch(self, instant: float) -> list[Timeline]:

@@ -300,7 +300,7 @@ class ControlPlane:
         node = pool.registry.workers[sender]
         for pair in message.pairs:
             if pair.problem and pair.incarnation not in node.failed_peers:
-                log.warning("no requests for the pair of nodes %s and %s: %s", node.name, pair.peer, pair.problem)
+                log.warning("sending no requests to the pair %s and %s: %s", node.name, pair.peer, pair.problem)
         if pool.registry.set_pairs(sender, message.pairs):
             self._dispatcher.on_workers_added(pool)
 

@@ -168,7 +168,7 @@ def request_watch(peer_state: PeerState) -> bool:
     except OSError as error:
         watch_socket.close()
         _require_another_host(peer_state, str(error))
-        log.info("%s is not on this host (%s): our death does not fence its pages", peer_state.connect.name, error)
+        log.info("%s is on another host (%s): if we die, its pages stay in quarantine", peer_state.connect.name, error)
         return True
     try:
         watch_socket.send(bytes.fromhex(endpoint[2]))
