@@ -60,12 +60,14 @@ def check_access(config: Any) -> None:
         check_reach("--host", config.host, config.insecure, "set --api-key, or ")
     for flag, key in (("--api-key", config.api_key), ("--admin-api-key", config.admin_api_key)):
         if key is not None and (not key.isprintable() or key != key.strip()):
-            raise ConfigError(f"{flag} has a line end, or a space at one end, which no client can send: remove it")
+            raise ConfigError(
+                f"{flag} has a line break, or a space at its beginning or end, which no client can send: remove it"
+            )
     if config.api_key and config.api_key == config.admin_api_key:
         raise ConfigError("--api-key and --admin-api-key are the same; give different keys")
     if (config.tls_cert is None) != (config.tls_key is None):
         given, lacking = ("--tls-cert", "--tls-key") if config.tls_cert else ("--tls-key", "--tls-cert")
-        raise ConfigError(f"{given} needs {lacking} beside it: give both, or none for plain HTTP")
+        raise ConfigError(f"{given} needs {lacking} too: give both, or none for plain HTTP")
     for name in config.allowed_hosts:
         if not _HOST_NAME.fullmatch(name):
             raise ConfigError(

@@ -288,7 +288,7 @@ def check_announced(config: GatewayConfig) -> None:
     elif config.announced_host.startswith("[") or not is_host(config.announced_host):
         flag = "--control-host" if config.advertise_control_host is None else "--advertise-control-host"
         raise ConfigError(
-            f"{flag} {config.announced_host} is no address that nodes can dial; give a name or an IP address"
+            f"{flag} {config.announced_host} is not an address that nodes can connect to; give a name or an IP address"
         )
     elif is_loopback(config.announced_host):
         far = (address for address in config.listed_nodes if not is_loopback(host_and_port(address, "")[0]))

@@ -283,7 +283,7 @@ def check_engine(config: Any) -> None:
         if config.disable_cuda_graph:
             raise ConfigError("--cuda-graph-max-bs has no effect with --disable-cuda-graph; leave one out")
         if config.device == "cpu":
-            raise ConfigError("--cuda-graph-max-bs: there are no CUDA graphs on a CPU; leave it or --device cpu out")
+            raise ConfigError("--cuda-graph-max-bs: there are no CUDA graphs on a CPU; leave out this or --device cpu")
     if config.weight_version is not None and not 0 < len(config.weight_version) <= MAX_WEIGHT_VERSION:
         raise ConfigError(
             f"--weight-version must have 1 to {MAX_WEIGHT_VERSION} characters, not {len(config.weight_version)}"
@@ -322,7 +322,7 @@ def parse_overrides(given: str | None) -> dict[str, Any]:
 
 def check_keys(config: Any) -> None:
     if config.keys and config.insecure:
-        raise ConfigError("--keys and --insecure exclude each other: --insecure does without keys; leave one out")
+        raise ConfigError("--keys and --insecure exclude each other: --insecure uses no keys; leave one out")
 
 
 def check_revision(config: Any) -> None:

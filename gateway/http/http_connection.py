@@ -254,7 +254,7 @@ class HttpConnection(HttpToolsProtocol):
             raise OverflowError
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                raise NotImplementedError("this server is no proxy")
+                raise NotImplementedError("this server is not a proxy")
             return
         previous = self.cycle
         self._fill_scope()

@@ -60,7 +60,7 @@ class Handshake:
             while peer_state.num_probes:
                 yield
         if room.came_back(area) != probe:
-            raise ConnectionError("other bytes came back than were sent")
+            raise ConnectionError("the bytes that came back are not those that were sent")
 
     def _transfer_probe(self, peer_state: PeerState, operation: str, ours: tuple[int, int, int]) -> Write:
         nixl, there = self._agent.nixl, peer_state.endpoint.probe

@@ -222,7 +222,7 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
             ) from error
         raise UnsupportedModelError(f"{folder}: transformers cannot read config.json ({_first_line(error)})") from error
     if unused := sorted(set(unused) & set(overrides)):
-        raise ConfigError(f"--hf-overrides: {', '.join(unused)} is no key of this model's config.json")
+        raise ConfigError(f"--hf-overrides: {', '.join(unused)} is not a key of this model's config.json")
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
