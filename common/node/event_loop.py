@@ -137,7 +137,7 @@ class EventLoop:
         self._drain_s: float | None = None  # a drain that was asked for and has not begun
         self._poller = zmq.Poller()
         self._links = GatewayLinks(
-            *(gateways, endpoint), register=self._describe, clock=clock, poller=self._poller, room=room
+            gateways, endpoint, register=self._describe, clock=clock, poller=self._poller, room=room
         )
         self._sources = PrefillConnections(endpoint, self._poller)
         for socket in self._listen.sockets:

@@ -170,7 +170,9 @@ class GatewayLinks:
         for other in [other for other in self._links if other is not link and other.incarnation == gateway]:
             log.error(
                 "%s and %s are addresses of the same gateway; no longer using %s, name the gateway once",
-                *(other.address, link.address, other.address),
+                other.address,
+                link.address,
+                other.address,
             )
             self._duplicates.add(other.address)
             self._leave(other)

@@ -441,7 +441,8 @@ def _warn_of_code(kind: str, auto_map: object, folder: Path) -> None:
     if isinstance(auto_map, dict) and auto_map.get(kind):
         log.warning(
             "--trust-remote-code: Python code of %s (%s) runs in this process, with the rights of its user",
-            *(folder, auto_map[kind]),
+            folder,
+            auto_map[kind],
         )
 
 
