@@ -344,10 +344,10 @@ class EventLoop:
                 continue
             if lost := link.follow(now):
                 self._lose(lost, now)
-            for letter in link.mailbox.receive():
+            for envelope in link.mailbox.receive():
                 if link.is_dialling:
                     continue  # it came before the connection broke, from a process that may have ended
-                self._on_gateway(link, letter.sender, letter.message, now)
+                self._on_gateway(link, envelope.sender, envelope.message, now)
                 if link not in self._links:
                     break
         self._receive_from_decode_nodes(now)
@@ -452,12 +452,12 @@ class EventLoop:
 
     def _receive_from_decode_nodes(self, now: float) -> None:
         known = frozenset(self._role.peers())
-        for letter in self._listen.receive(is_known=known.__contains__):
-            if isinstance(letter.message, Invite):
-                if self._endpoint.is_gateway(letter.sender):
-                    self._gateways.invited(letter.message)
-            elif not isinstance(letter.message, Ping):
-                self._role.on_peer(letter.sender, letter.message, now)
+        for envelope in self._listen.receive(is_known=known.__contains__):
+            if isinstance(envelope.message, Invite):
+                if self._endpoint.is_gateway(envelope.sender):
+                    self._gateways.invited(envelope.message)
+            elif not isinstance(envelope.message, Ping):
+                self._role.on_peer(envelope.sender, envelope.message, now)
         for peer in self._listen.lost_peers(self._role.peers()):
             log.warning("decode node %s is gone", self._name_of(peer))
             self._role.peer_lost(peer, now)

@@ -351,12 +351,12 @@ class ControlPlane:
         if isinstance(answer, Registered):
             if known_pool is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
-            self._dispatcher.on_workers_added(self.pools[message.model])
-            self._announce_prefill_nodes(self.pools[message.model], sender)
-            self.role_changes.registered(self.pools[message.model].registry.workers[sender])
-            self.adapter_changes.registered(
-                self.pools[message.model], self.pools[message.model].registry.workers[sender]
-            )
+            pool = self.pools[message.model]
+            node = pool.registry.workers[sender]
+            self._dispatcher.on_workers_added(pool)
+            self._announce_prefill_nodes(pool, sender)
+            self.role_changes.registered(node)
+            self.adapter_changes.registered(pool, node)
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
             if known_pool is not None:
