@@ -102,26 +102,9 @@ class SchedulingOptions:
         "Shares of tenants for --schedule-policy fair, for example search:4,batch:1; all other tenants have 1.",
         metavar="NAME:WEIGHT,...",
     )
-
-    @property
-    def class_weights(self) -> dict[str, float]:
-        """Weights of --priority-classes by name, in the order of the flag; empty without classes."""
-        return parse_weights(self.priority_classes, "--priority-classes")
-
-    @property
-    def tenant_weights(self) -> dict[str, float]:
-        return parse_weights(self.tenant_shares, "--tenant-shares")
-
-    @property
-    def default_class(self) -> str:
-        """Class of requests that name none; empty without classes."""
-        weights = self.class_weights
-        return self.default_priority_class or min(weights, key=lambda name: weights[name], default="")
-
     max_skip_ahead: int = option(
         8, "Number of smaller requests that may overtake a request that does not fit into memory; 0: none.", minimum=0
     )
-
     retraction_policy: Literal["auto", "shortest-output", "priority"] = option(
         "auto",
         "The request that a decode node retracts when it runs out of pages: shortest-output (least work lost) or "
@@ -138,6 +121,21 @@ class SchedulingOptions:
         "the decode node; none: all by the decode node.",
         minimum=0,
     )
+
+    @property
+    def class_weights(self) -> dict[str, float]:
+        """Weights of --priority-classes by name, in the order of the flag; empty without classes."""
+        return parse_weights(self.priority_classes, "--priority-classes")
+
+    @property
+    def tenant_weights(self) -> dict[str, float]:
+        return parse_weights(self.tenant_shares, "--tenant-shares")
+
+    @property
+    def default_class(self) -> str:
+        """Class of requests that name none; empty without classes."""
+        weights = self.class_weights
+        return self.default_priority_class or min(weights, key=lambda name: weights[name], default="")
 
     @property
     def is_retracted_by_priority(self) -> bool:
