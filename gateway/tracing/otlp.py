@@ -42,7 +42,9 @@ NORMAL_ENDS = ("stop", "length")
 
 
 class OtlpExporter:
-    """Args:
+    """Sends sampled requests to an OpenTelemetry collector.
+
+    Args:
         endpoint: URL of the collector; without a path, ``/v1/traces`` is appended.
 
     Attributes:

@@ -54,7 +54,9 @@ def make_room(context: "zmq.Context[Any]", num_nodes: int) -> None:
 
 
 class Invitations:
-    """Args:
+    """Invites the nodes that this gateway lists.
+
+    Args:
         nodes: roles of the listed nodes, by address.
         keys: of the gateway; None: connections are neither encrypted nor authenticated.
         address: ``host:port`` at which nodes reach this gateway.

@@ -40,11 +40,13 @@ REMEDIES = {
 
 
 class GatewayLink:
-    """Args:
-    mailbox: connected to the gateway.
-    address: ``host:port`` of its control socket.
-    register: makes the message that registers this node.
-    is_alone: the node has no other gateway.
+    """A node's connection to one gateway.
+
+    Args:
+        mailbox: connected to the gateway.
+        address: ``host:port`` of its control socket.
+        register: makes the message that registers this node.
+        is_alone: the node has no other gateway.
 
     Attributes:
         incarnation: of the gateway process; empty while none has answered.

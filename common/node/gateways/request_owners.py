@@ -49,9 +49,11 @@ class OwnedRequest:
 
 
 class RequestOwners:
-    """Args:
-    orphan_timeout_s: how long requests with a key outlive their gateway, and how long their outputs are kept after
-        their end.
+    """The gateway of each request of a node, and the outputs of requests with a key.
+
+    Args:
+        orphan_timeout_s: how long requests with a key outlive their gateway, and how long their outputs are kept after
+            their end.
     """
 
     def __init__(self, orphan_timeout_s: float) -> None:
