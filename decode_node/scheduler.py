@@ -395,7 +395,7 @@ class DecodeScheduler:
     def _join_and_grow(self, now: float, *, keeps_slots: bool = True) -> tuple[list[Request], bool, Sequence[Request]]:
         """Fill the slots, and give every running request room for a token.
 
-        A retraction for want of pages frees a slot, which may be the only one: another request joins then.
+        A retraction for lack of pages frees a slot, which may be the only one: another request joins then.
 
         Returns:
             The requests that have a page more, whether others were retracted for it, and what ``_join_batch`` returns.
