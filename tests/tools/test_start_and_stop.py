@@ -109,7 +109,7 @@ def test_a_node_whose_registration_is_not_answered_says_so_again_and_again():
     with start("prefill", *flags) as process:
         assert process.stderr is not None
         messages = (json.loads(line)["message"] for line in process.stderr)
-        waiting = f"still waiting for the gateway at {address} to register us: it is connected, but has not answered"
+        waiting = f"still waiting for the gateway at {address} to answer: it is connected, and has not registered us"
         said = []
         while said.count(waiting) < 2:
             said.append(next(messages))

@@ -187,7 +187,7 @@ class GatewayLink:
         if self.is_dialling:
             log.info("still waiting for the gateway at %s; start one, or name another with --gateway HOST:PORT", where)
         else:
-            log.info("still waiting for the gateway at %s to register us: it is connected, but has not answered", where)
+            log.info("still waiting for the gateway at %s to answer: it is connected, and has not registered us", where)
 
     def _report_failure(self, failure: HandshakeFailure) -> None:
         """Logs why the gateway cannot be reached: each cause once, since an attacker on the path can forge it."""

@@ -138,7 +138,7 @@ class ApiKeyFile:
             try:
                 content = await asyncio.to_thread(self.read)
             except ConfigError as error:
-                log.error("%s; keeping the keys read before", error)
+                log.error("%s; the keys read before stay valid", error)
             else:
                 on_change(content)
                 log.info("%s has changed: %d keys are valid", self._flag, len(content.keys))

@@ -138,7 +138,7 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(pat
     path.unlink()
     await until(lambda: "cannot be read: No such file" in caplog.text)
     assert len(seen) == 1
-    assert caplog.text.count("keeping the keys read before") == 2
+    assert caplog.text.count("the keys read before stay valid") == 2
     put("")
     await until(lambda: len(seen) == 2)
     assert seen[1] == set()
