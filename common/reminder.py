@@ -4,8 +4,10 @@ FIRST_S, LAST_S = 2.0, 8.0
 
 
 class Reminder:
-    """Args:
-    now: when the wait begins.
+    """When to log again that something is still awaited.
+
+    Args:
+        now: when the wait begins.
     """
 
     def __init__(self, now: float) -> None:

@@ -26,8 +26,10 @@ MAX_INTERRUPTIONS = 16
 
 
 class StageSpan(NamedTuple):
-    """Attributes:
-    amount: tokens of a prefill, a chunk or a decode, pages of a transfer; else 0.
+    """One stage of a request on a node that is over.
+
+    Attributes:
+        amount: tokens of a prefill, a chunk or a decode, pages of a transfer; else 0.
     """
 
     stage: Stage

@@ -8,19 +8,6 @@ from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import TransportEnds
-from kv_transfer.transports.factory import TransportSettings
-from kv_transfer.transports.ranks.node_transports import NodeTransports
-
-
-def open_transports(context: WorkerContext) -> NodeTransports:
-    """The transport that the configuration names, over the pools of all ranks."""
-    return NodeTransports(
-        context.pool,
-        TransportSettings.of(context.config, context.incarnation),
-        first="reader",
-        layout=context.layout,
-        others=context.other_ranks,
-    )
 
 
 def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:

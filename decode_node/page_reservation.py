@@ -182,7 +182,9 @@ class PageReservations:
     def _reserve_windows(self, request: Request, match: Match, num_spare: int) -> bool:
         window_pages = self._allocator.window_pages
         return window_pages is None or window_pages.reserve_grant(
-            *(request, match.pages, request.num_decodable),
+            request,
+            match.pages,
+            request.num_decodable,
             last_step=self._allocator.step_in_flight,
             num_spare=num_spare,
         )

@@ -324,7 +324,7 @@ class PreallocQueue:
         return num_pages * self._reservations.page_size
 
     def lacks_pages(self, request: Request, without: Sequence[Request] = ()) -> bool:
-        """Whether the request would be refused now for want of pages.
+        """Whether the request would be refused now for lack of pages.
 
         Args:
             without: requests whose pages count as free.

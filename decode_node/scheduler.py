@@ -144,8 +144,9 @@ class DecodeScheduler:
             preemptor=self._preemptor,
         )
         self.decisions = self._queue.decisions
-        self._totals = {"budget_rows": 0, "budget_rows_used": 0, "resumed_tokens_computed": 0}
-        self._totals["prompt_tokens_computed"] = 0
+        self._totals = {
+            "budget_rows": 0, "budget_rows_used": 0, "resumed_tokens_computed": 0, "prompt_tokens_computed": 0,
+        }  # fmt: skip
         self._steps: OutstandingSteps[Step] = OutstandingSteps(allocator)
         self._joining: dict[RequestKey, Request] = {}  # in slots that no plan has told the executor of yet
         self._stopping: dict[RequestKey, Request] = {}  # to be taken out of the batch; no further step computes them
@@ -394,7 +395,7 @@ class DecodeScheduler:
     def _join_and_grow(self, now: float, *, keeps_slots: bool = True) -> tuple[list[Request], bool, Sequence[Request]]:
         """Fill the slots, and give every running request room for a token.
 
-        A retraction for want of pages frees a slot, which may be the only one: another request joins then.
+        A retraction for lack of pages frees a slot, which may be the only one: another request joins then.
 
         Returns:
             The requests that have a page more, whether others were retracted for it, and what ``_join_batch`` returns.

@@ -143,6 +143,31 @@ class Gateway:
         """Opens both ports. Raises ConfigError naming the flags of a port that cannot be bound."""
         config = self._config
         mailbox, channel = self._open_channel()
+        services = self._make_services(mailbox, channel)
+        self._checks = RequestChecks(
+            self._authenticator,
+            AllowedOrigins(config.allowed_origins),
+            max_values=self._max_values,
+            on_rejected=lambda error: self._metrics.rejected("", error),
+        )
+        generating = [GenerateApp(endpoint, services, self._checks) for endpoint in make_endpoints(services)]
+        try:
+            app = make_app(services, self._checks, generating, lifespan=self._lifespan, plugins=self._app_plugins)
+            private = None if self._group is None else listen_at(self._group.address(self._group.index))
+        except ConfigError:
+            self._close_listener()
+            self._context.destroy(linger=0)
+            raise
+        try:
+            await self._listen(app, private)
+            self._announce(mailbox.incarnation)
+        except ConfigError:
+            await self.stop()
+            raise
+
+    def _make_services(self, mailbox: Mailbox, channel: MailboxChannel) -> Services:
+        """Builds the parts that need the channel to the nodes, and collects all that HTTP handlers use."""
+        config = self._config
         pools = WorkerPools(model.pool for model in self._models.values())
         self._metrics = Metrics(list(pools), mailbox, starvation_bound_s=config.starvation_bound)
         self._live = LiveHistory()
@@ -166,7 +191,7 @@ class Gateway:
             timelines=self._timelines,
             review=PriorityReview(self._priorities, self._dispatcher),
         )
-        services = Services(
+        return Services(
             config=config,
             clock=self._clock,
             models=tuple(self._models.values()),
@@ -192,20 +217,10 @@ class Gateway:
             tracer=self._tracer,
             siblings=self._siblings,
         )
-        self._checks = RequestChecks(
-            self._authenticator,
-            AllowedOrigins(config.allowed_origins),
-            max_values=self._max_values,
-            on_rejected=lambda error: self._metrics.rejected("", error),
-        )
-        generating = [GenerateApp(endpoint, services, self._checks) for endpoint in make_endpoints(services)]
-        try:
-            app = make_app(services, self._checks, generating, lifespan=self._lifespan, plugins=self._app_plugins)
-            private = None if self._group is None else listen_at(self._group.address(self._group.index))
-        except ConfigError:
-            self._close_listener()
-            self._context.destroy(linger=0)
-            raise
+
+    async def _listen(self, app: ASGIApp, private: socket.socket | None) -> None:
+        """Opens the HTTP port. Raises ConfigError: it cannot be bound."""
+        config = self._config
         try:
             if self._listener is not None:
                 await self._start_in_group(app, self._listener, private)
@@ -213,19 +228,17 @@ class Gateway:
                 self._http = HttpServer(app, self._options, self._tls)
                 await self._http.start(config.host, config.port)
         except OSError as error:
-            await self.stop()
             raise _cannot_bind("port", config.port, config.host, error) from error
-        port = self._control.address.rpartition(":")[2]
-        announced = f"{in_url(config.announced_host)}:{port}"
+
+    def _announce(self, incarnation: str) -> None:
+        """Makes this gateway known: through etcd, and to the nodes that ``--prefill`` and ``--decode`` name."""
+        config = self._config
+        address = f"{in_url(config.announced_host)}:{self._control.address.rpartition(':')[2]}"
         if self._store is not None:
-            self._announcement = Announcement(self._store, announced)
-        try:
-            self._invitations = Invitations(
-                self._context, mailbox.incarnation, config.listed_nodes, keys=self._keys, address=announced
-            )
-        except ConfigError:
-            await self.stop()
-            raise
+            self._announcement = Announcement(self._store, address)
+        self._invitations = Invitations(
+            self._context, incarnation, config.listed_nodes, keys=self._keys, address=address
+        )
         self._invitations.start()
 
     async def _start_in_group(self, app: ASGIApp, listener: socket.socket, private: socket.socket | None) -> None:

@@ -4,21 +4,8 @@ from common.node.worker_context import WorkerContext
 from common.scheduling.prefill_adder import PrefillLimits
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.base import TransportEnds
-from kv_transfer.transports.factory import TransportSettings
-from kv_transfer.transports.ranks.node_transports import NodeTransports
 from prefill_node.role import PrefillRole
 from prefill_node.scheduler import PrefillScheduler
-
-
-def open_transports(context: WorkerContext) -> NodeTransports:
-    """The transport that the configuration names, over the pools of all ranks."""
-    return NodeTransports(
-        context.pool,
-        TransportSettings.of(context.config, context.incarnation),
-        first="writer",
-        layout=context.layout,
-        others=context.other_ranks,
-    )
 
 
 def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:

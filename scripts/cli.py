@@ -5,9 +5,21 @@ A gateway or node replaces this process image, so that its command line shows wh
 
 import os
 import sys
+from importlib import import_module
 
 WORKER = "scripts.serving.worker"
 PROCESSES = {"gateway": ("gateway",), "prefill": (WORKER, "prefill"), "decode": (WORKER, "decode")}
+#: Modules with a ``main`` that takes the words behind the command; only the one in question is imported.
+MAINS = {
+    "serve": "scripts.serving.serve",
+    "cluster": "scripts.cluster_manager.main",
+    "apikey": "scripts.apikey",
+    "keygen": "scripts.keygen",
+    "loadtest": "scripts.load_tester.main",
+    "simulate": "scripts.simulator.main",
+    "chaos": "scripts.chaos_harness.main",
+    "bench": "scripts.benchmarks.main",
+}
 USAGE = """\
 Usage: baton COMMAND [OPTIONS]
 
@@ -38,38 +50,9 @@ def _run(words: list[str]) -> int:
     if command in PROCESSES:
         os.environ["PYTHONSAFEPATH"] = "1"
         os.execv(sys.executable, [sys.executable, "-m", *PROCESSES[command], *rest])
-    if command == "serve":
-        from scripts.serving.serve import main as serve
-
-        return serve(rest)
-    if command == "cluster":
-        from scripts.cluster_manager.main import main as cluster
-
-        return cluster(rest)
-    if command == "apikey":
-        from scripts.apikey import main as apikey
-
-        return apikey(rest)
-    if command == "keygen":
-        from scripts.keygen import main as keygen
-
-        return keygen(rest)
-    if command == "loadtest":
-        from scripts.load_tester.main import main as loadtest
-
-        return loadtest(rest)
-    if command == "simulate":
-        from scripts.simulator.main import main as simulate
-
-        return simulate(rest)
-    if command == "chaos":
-        from scripts.chaos_harness.main import main as chaos
-
-        return chaos(rest)
-    if command == "bench":
-        from scripts.benchmarks.main import main as bench
-
-        return bench(rest)
+    if command in MAINS:
+        status: int = import_module(MAINS[command]).main(rest)
+        return status
     is_question = command in ("-h", "--help", "help")
     print(
         USAGE if is_question or not command else f"baton: {command} is not a command\n\n{USAGE}",

@@ -14,61 +14,65 @@ class Batching:
     page_size: int = option(16, "Tokens per KV page, the unit of caching and transfer.", minimum=1, maximum=65536)
     max_total_tokens: int | None = option(
         None,
-        "Size of a node's KV pool in tokens. Without it: as --memory-fraction allows, and on CPUs at most 131,072, or "
-        "the context length if that is more.",
+        "Size of a node's KV pool in tokens. Without it: as much as --memory-fraction allows, but on CPUs at most "
+        "131,072, or the context length if that is more.",
         minimum=1,
     )
     swa_full_tokens_ratio: str = option(
         "1",
-        "Models with window layers among others: KV tokens of window layers for each of the other layers' tokens, 0.01 "
-        "to 1. Below 1, window layers get pages of their own, for their windows only; give it to all nodes, or to "
-        "none. auto: window and one chunk, divided by an eighth of the context length.",
+        "For models with both sliding-window and full-attention layers: size of the KV pool of window layers relative "
+        "to that of full layers, 0.01 to 1. Below 1, window layers get a pool of their own; all nodes must agree "
+        "whether they have one. auto: window and one chunk, divided by an eighth of the context length.",
         metavar="FLOAT|auto",
     )
     context_length: int | None = option(
-        None, "Largest number of tokens of prompt and output together. Without it: the model's.", minimum=2
+        None, "Maximum number of tokens of prompt and output together. Without it: the model's.", minimum=2
     )
     max_running_requests: int | None = option(
-        None, "Requests that a node runs at once. Without it: as many as fit its KV pool, at most 256.", minimum=1
+        None,
+        "Maximum number of requests that a node runs at once. Without it: as many as fit its KV pool, at most 256.",
+        minimum=1,
     )
-    max_prefill_tokens: int = option(16384, "Largest number of prompt tokens in a prefill batch.", minimum=1)
+    max_prefill_tokens: int = option(16384, "Maximum number of prompt tokens in a prefill batch.", minimum=1)
     prefill_max_requests: int | None = option(
-        None, "Largest number of requests in a prefill batch. Without it: no limit.", minimum=1
+        None, "Maximum number of requests in a prefill batch. Without it: no limit.", minimum=1
     )
     chunked_prefill_size: int | None = option(
         None,
-        "Largest number of tokens of a prompt computed in one step; -1: no limit. Without it: chosen by device.",
+        "Maximum number of prompt tokens computed in one step; -1: no limit. Without it: depends on the device.",
         minimum=-1,
     )
     long_prompt_share: float = option(
         0.5,
-        "Share of a step's chunk budget that long prompts get together while shorter ones wait; 1: begun prompts come "
-        "first and take all.",
+        "Share of a step's chunk budget that all long prompts together get while shorter ones wait; 1: prompts that "
+        "have begun come first and may take all of it.",
         minimum=0.05,
         maximum=1.0,
     )
     long_prefill_token_threshold: int | None = option(
-        None, "A prompt with more tokens to compute than this is long. Without it: --chunked-prefill-size.", minimum=1
+        None,
+        "A prompt with more uncomputed tokens than this counts as long. Without it: --chunked-prefill-size.",
+        minimum=1,
     )
     max_long_partial_prefills: int = option(
-        2, "Largest number of long prompts that a node computes in turns; others wait until one ends.", minimum=1
+        2, "Maximum number of long prompts that a node computes by turns; others wait until one ends.", minimum=1
     )
     enable_mixed_chunk: bool = option(
         False,
-        "Decode nodes: compute chunks of prompts in the same steps as decode rows. Without it, the two take turns.",
+        "Decode nodes: compute prompt chunks in the same steps as decode rows. Without it, the two alternate.",
     )
     enable_dynamic_chunking: bool = option(
-        False, "Make chunks smaller as a prompt's prefix grows, so that all steps take about the same time."
+        False, "Make chunks smaller as more of a prompt is computed, so that all steps take about the same time."
     )
     truncation_align_size: int | None = option(
-        None, "Let chunks end at a multiple of this number of tokens, and of --page-size.", minimum=1
+        None, "End chunks at multiples of this number of tokens and of --page-size.", minimum=1
     )
     stream_interval: int = option(1, "Output tokens per message to the gateway, after the first token.", minimum=1)
-    disable_radix_cache: bool = option(False, "Do not keep KV pages for later requests with the same prefix.")
+    disable_radix_cache: bool = option(False, "Do not cache KV pages for later requests with the same prefix.")
     radix_eviction_policy: EvictionPolicy = option(
         "lru",
-        "The cached prefix to evict first: the least recently used (lru), the least often used (lfu), the oldest "
-        "(fifo), or the one with the lowest priority (priority).",
+        "Which cached prefix is evicted first: the least recently used (lru), the least frequently used (lfu), the "
+        "oldest (fifo), or the one with the lowest priority (priority).",
     )
     schedule_conservativeness: float = option(
         1.0,

@@ -45,7 +45,7 @@ _NODES_DIAL = "nodes connect to the gateway; start each with --gateway HOST:PORT
 _QUANTIZED = "quantized checkpoints are recognised without a flag; --weight-dtype int8 or int4 rounds others on CPUs"
 _HUB_FOLDER = "set HF_HOME in the environment, the folder below which models of the hub are kept"
 _OVERRIDES = "give --hf-overrides, which replaces keys of config.json"
-_GENERATES = "Baton generates text alone; leave it out"
+_GENERATES = "Baton only generates text; leave it out"
 _NO_DRAFTS = "every token is computed by the model itself; leave it out"
 _ADAPTERS = "give --lora NAME=DIR, once for each adapter"
 _NOT_COMPILED = "the engine does not compile the model; leave it out"
@@ -53,16 +53,16 @@ _GRAPH_SIZES = "batch sizes follow from --cuda-graph-max-bs; give that"
 _NO_TIERS = "KV pages stay on the device; --memory-fraction and --max-total-tokens set their number"
 _MEMORY = "it includes the weights; give --memory-fraction, the share that KV pages take of what the weights leave free"
 _GRAMMARS = "llguidance is the only library for structured output; leave it out"
-_SEED = "there is no seed of the server; give `seed` in requests"
+_SEED = "the server has no seed; give `seed` in requests"
 _NO_CLIENT_CERTS = "clients prove themselves with keys; let a proxy before the gateway ask for their certificates"
 _CRASH_DUMP = "prompts are never logged; --record writes what a node does, prompts included, to a file"
 _DEFAULTS = "requests start from the model's generation_config.json; give other values in requests"
-_TEXT_ONLY = "Baton serves text alone; leave it out"
+_TEXT_ONLY = "Baton serves only text; leave it out"
 _OVERLAP = "a node on CUDA plans a step while another runs, unless --disable-overlap-schedule is given; leave it out"
 _SINGLE_STEPS = "each step is planned by itself; leave it out"
 _NO_STATISTICS = "the log has no statistics, which are in /metrics; leave it out"
 
-#: Flags without an equal, and what to do.
+#: Flags without an equivalent, and what to do.
 NO_EQUAL: dict[str, str] = {
     # parallelism
     **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), _NO_STAGES),

@@ -30,13 +30,13 @@ GROUP = re.compile(r"([0-9a-f]{8,64}):([0-9]{1,3})/([0-9]{1,3})")
 class Routing:
     local_prefill: LocalPrefill = option(
         "never",
-        "Whether decode nodes compute prompts themselves: never, auto (where that delays requests less, by what the "
-        "nodes measure) or always (without prefill nodes).",
+        "Whether decode nodes compute prompts themselves: never, auto (if that delays requests less, by the nodes' "
+        "measurements) or always (without prefill nodes).",
     )
     local_prefill_threshold: int | None = option(
         None,
-        "With --local-prefill auto: a decode node computes prompts with fewer uncached tokens than this, whatever it "
-        "costs; by default the cost decides.",
+        "With --local-prefill auto: a decode node computes every prompt with fewer uncached tokens than this. Without "
+        "it: the estimated delay decides.",
         minimum=1,
     )
     max_queued_requests: int | None = option(
@@ -44,19 +44,22 @@ class Routing:
     )
     max_dispatch_ahead: int = option(
         64,
-        "Requests that the gateway sends out beyond what the decode nodes run at once, for each node that computes "
-        "prompts; more of them wait in the gateway, in order. Fewer keep less on the nodes, and delay first tokens.",
+        "Requests that the gateway sends beyond what the decode nodes run at once, per node that computes prompts; "
+        "the others wait in the gateway, in order. A low value delays first tokens; with a high one, more requests are "
+        "on nodes already when a more urgent one arrives.",
         minimum=0,
     )
     auto_roles: bool = option(
-        False, "Let nodes change their role when prefill or decode nodes are full while the others have one to spare."
+        False, "Let nodes change their role when the nodes of one role are full and the other role can spare one."
     )
-    auto_roles_per_hour: int = option(6, "With --auto-roles: changes within any hour, for each model.", minimum=1)
+    auto_roles_per_hour: int = option(
+        6, "With --auto-roles: maximum number of changes in any hour, for each model.", minimum=1
+    )
     starvation_bound: float = option(
         30.0, "Seconds of waiting after which the metrics count a request as starved.", minimum=0.001
     )
     refuse_hopeless: bool = option(
-        False, "Refuse requests that would wait longer than their slo_ttft_ms, as those that would miss deadline_ms."
+        False, "Refuse requests that are expected to miss their slo_ttft_ms, like those that would miss deadline_ms."
     )
     request_timeout: float = option(
         600.0, "Seconds after which a request without its own deadline ends with an error.", minimum=0.001
@@ -79,20 +82,18 @@ class HttpOptions(AccessOptions):
     )
     tool_call_parser: str = option(
         "auto",
-        "Format in which the model writes calls of tools; auto takes it from the chat template, none leaves calls in "
-        "the text.",
+        "Format of the model's tool calls; auto detects it from the chat template, none leaves calls in the text.",
         metavar="NAME|auto|none",
     )
     reasoning_parser: str = option(
         "auto",
-        "Format in which the model marks its reasoning; auto takes it from the chat template, none leaves reasoning in "
-        "the text.",
+        "Format of the model's reasoning; auto detects it from the chat template, none leaves reasoning in the text.",
         metavar="NAME|auto|none",
     )
     max_unread_tokens: int = option(
         4_096,
-        "Output tokens, with their alternatives of log-probabilities, that a stream may be ahead of its client; then "
-        "the request is paused on its decode node, until the client has read them.",
+        "Output tokens, log-probability alternatives included, that may wait for a client that reads slowly; beyond "
+        "that, the request is paused on its decode node until the client has read them.",
         minimum=1,
     )
     strict_fields: bool = option(
@@ -100,30 +101,36 @@ class HttpOptions(AccessOptions):
     )
     app_plugin: tuple[str, ...] = option(
         (),
-        "A function of yours that gets the FastAPI application before it starts, and may add middleware and routers. "
+        "Your own function, called with the FastAPI application before it starts; it may add middleware and routers. "
         "May be given more than once.",
         metavar="MODULE:NAME",
     )
     max_body_bytes: int = option(8 << 20, "Largest HTTP request body in bytes; larger ones get 413.", minimum=1024)
     max_stored_responses: int = option(
-        1024, "Responses of /v1/responses that the gateway keeps in memory, to be continued; 0 keeps none.", minimum=0
+        1024,
+        "Responses of /v1/responses that the gateway keeps in memory so that they can be continued; 0 keeps none.",
+        minimum=0,
     )
     max_stored_response_bytes: int = option(
-        64 << 20, "Bytes of all kept responses. The tenant with the most loses those unused for longest.", minimum=0
+        64 << 20,
+        "Total size of kept responses. Beyond it, the tenant with the most loses the least recently used ones.",
+        minimum=0,
     )
-    stored_response_ttl: float = option(86_400.0, "Seconds after its last use for which a response is kept.", minimum=1)
+    stored_response_ttl: float = option(86_400.0, "Seconds for which a response is kept after its last use.", minimum=1)
     idempotency_ttl: float = option(
-        600.0, "Seconds for which a request with an Idempotency-Key or a rid is known after its end.", minimum=1
+        600.0, "Seconds for which a request with an Idempotency-Key or a rid is remembered after its end.", minimum=1
     )
     max_idempotent_results: int = option(
-        1024, "Ended requests with a key that the gateway keeps in memory, for retries; 0 keeps none.", minimum=0
+        1024, "Ended requests with a key that the gateway keeps in memory for retries; 0 keeps none.", minimum=0
     )
     max_idempotent_result_bytes: int = option(
-        64 << 20, "Bytes of all kept requests with a key. The tenant with the most loses its oldest.", minimum=0
+        64 << 20,
+        "Total size of kept requests with a key. Beyond it, the tenant with the most loses its oldest ones.",
+        minimum=0,
     )
     retry_grace: float = option(
         10.0,
-        "Seconds for which a request with a key goes on after its client has disconnected; 0 ends it at once.",
+        "Seconds for which a request with a key continues after its client has disconnected; 0 ends it at once.",
         minimum=0,
         maximum=3600,
     )
@@ -131,7 +138,7 @@ class HttpOptions(AccessOptions):
         False, "Send only new text in each event of a /generate stream, instead of all text so far."
     )
     log_requests: bool = option(
-        True, "Log one line for each output that has ended: its ids, counts and times, never its text."
+        True, "Log one line for each output when it ends: ids, counts and times, never its text."
     )
     heartbeat_interval: float = option(1.0, "Seconds between two heartbeats of a node.", minimum=0.05, maximum=3600)
     node_timeout: float = option(
@@ -142,8 +149,7 @@ class HttpOptions(AccessOptions):
     )
     recovery_timeout: float = option(
         60.0,
-        "Seconds that an accepted request waits for nodes that can serve it or continue it, before it ends with an "
-        "error.",
+        "Seconds that an accepted request waits for nodes that can serve or continue it before it ends with an error.",
         minimum=0,
     )
 
@@ -154,21 +160,21 @@ class AdviceOptions:
 
     slo_ttft_ms: float | None = option(
         None,
-        "Objective in milliseconds for the first token of requests without slo_ttft_ms; /v1/advice counts nodes by it.",
+        "Objective in milliseconds for the first token, for requests without slo_ttft_ms. /v1/advice plans for it.",
         minimum=0.001,
     )
     slo_itl_ms: float | None = option(
         None,
-        "Objective in milliseconds between two tokens of requests without slo_itl_ms; /v1/advice counts nodes by it.",
+        "Objective in milliseconds between two tokens, for requests without slo_itl_ms. /v1/advice plans for it.",
         minimum=0.001,
     )
     advice_window: float = option(60.0, "Seconds over which /v1/advice averages the load.", minimum=5, maximum=3600)
     advice_hold: float = option(
-        300.0, "Seconds for which fewer nodes must have been enough before /v1/advice names fewer.", minimum=0
+        300.0, "Seconds for which fewer nodes must have been enough before /v1/advice suggests fewer.", minimum=0
     )
     advice_utilization: float = option(
         UTILIZATION,
-        "Share of its time, and of its largest batch, for which /v1/advice plans a node; the rest is for bursts.",
+        "Share of a node's time, and of its largest batch, that /v1/advice plans to use; the rest is for bursts.",
         minimum=0.05,
         maximum=1.0,
     )
@@ -178,20 +184,19 @@ class AdviceOptions:
 class TracingOptions:
     timeline_requests: int = option(
         1_000,
-        "Ended requests whose timelines the gateway keeps for /v1/requests and /v1/trace; 0 keeps none.",
+        "Number of ended requests whose timelines the gateway keeps for /v1/requests and /v1/trace; 0 keeps none.",
         minimum=0,
         maximum=100_000,
     )
     otlp_endpoint: str | None = option(
         None,
-        "URL of an OpenTelemetry collector, such as http://localhost:4318, that gets the spans of sampled requests over"
-        " HTTP (needs the extra otlp). Without it, nothing is exported.",
+        "URL of an OpenTelemetry collector, such as http://localhost:4318, to which the spans of sampled requests are"
+        " sent over HTTP (needs the extra otlp). Without it, nothing is exported.",
         metavar="URL",
     )
     trace_sample_rate: float = option(
         1.0,
-        "Share of the requests without a traceparent header whose spans are exported. The header's flag decides for all"
-        " others.",
+        "Share of requests without a traceparent header whose spans are exported. With the header, its flag decides.",
         minimum=0.0,
         maximum=1.0,
     )
@@ -214,11 +219,13 @@ class GatewayConfig(
     )
     prefill: tuple[str, ...] = option(
         (),
-        "--advertise-host and --data-port of a prefill node that was started with --gateway listed, and so waits until "
-        "a gateway names it. May be given more than once.",
+        "Address of a prefill node that was started with --gateway listed: its --advertise-host and --data-port. May "
+        "be given more than once.",
         metavar="HOST:PORT",
     )
-    decode: tuple[str, ...] = option((), "The same of a decode node. May be given more than once.", metavar="HOST:PORT")
+    decode: tuple[str, ...] = option(
+        (), "The same for a decode node. May be given more than once.", metavar="HOST:PORT"
+    )
     advertise_control_host: str | None = option(
         None,
         "Address at which nodes of --etcd, --prefill and --decode reach --control-port. Without it: --control-host.",
@@ -232,8 +239,8 @@ class GatewayConfig(
     )
     listen_fd: int | None = option(
         None,
-        "A socket that listens already, inherited from the process that starts the gateway, instead of one of --host "
-        "and --port.",
+        "Number of a listening socket that the gateway inherits from the process that starts it, used in place of "
+        "--host and --port.",
         minimum=3,
         metavar="FD",
     )
@@ -281,7 +288,7 @@ def check_announced(config: GatewayConfig) -> None:
     elif config.announced_host.startswith("[") or not is_host(config.announced_host):
         flag = "--control-host" if config.advertise_control_host is None else "--advertise-control-host"
         raise ConfigError(
-            f"{flag} {config.announced_host} is no address that nodes can dial; give a name or an IP address"
+            f"{flag} {config.announced_host} is not an address that nodes can connect to; give a name or an IP address"
         )
     elif is_loopback(config.announced_host):
         far = (address for address in config.listed_nodes if not is_loopback(host_and_port(address, "")[0]))

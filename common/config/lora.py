@@ -17,19 +17,19 @@ NAME_RULE = "1 to 128 letters, digits, dots, dashes, slashes and underscores, of
 class LoraOptions:
     lora: tuple[str, ...] = option(
         (),
-        "LoRA adapter in PEFT's format that each node loads at start, and the name of the model as which it is served."
-        " May be given more than once.",
+        "LoRA adapter in PEFT's format that each node loads at start, and the model name under which it is served. May"
+        " be given more than once.",
         metavar="NAME=DIR",
     )
     lora_dir: str | None = option(
         None,
-        "Folder below which nodes may load LoRA adapters while they serve, as POST /v1/load_lora_adapter asks. Without"
-        " it, they load none then.",
+        "Folder from which POST /v1/load_lora_adapter may load further LoRA adapters while nodes serve. Without it,"
+        " such requests are refused.",
         metavar="DIR",
     )
-    max_loaded_loras: int = option(8, "LoRA adapters that a node has at most.", minimum=1, maximum=1024)
+    max_loaded_loras: int = option(8, "Maximum number of LoRA adapters on a node.", minimum=1, maximum=1024)
     max_lora_rank: int = option(
-        64, "Largest rank of a LoRA adapter; a node refuses adapters of a higher rank.", minimum=1, maximum=4096
+        64, "Maximum rank of a LoRA adapter; a node refuses adapters with a higher rank.", minimum=1, maximum=4096
     )
 
 

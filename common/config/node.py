@@ -49,20 +49,20 @@ class NodeConfig(
     role: Role = "prefill"
     gateway: str = option(
         DEFAULT_GATEWAY,
-        "Address of the gateway's control port; with several gateways, all of them, separated by commas. listed: "
-        "gateways that name --advertise-host and --data-port of this node with --prefill or --decode. With --etcd, "
-        "gateways are found there instead.",
+        "Address of the gateway's control port; several gateways are separated by commas. listed: wait for gateways "
+        "that name --advertise-host and --data-port of this node with --prefill or --decode. With --etcd, gateways are "
+        "found there instead.",
         metavar="HOST:PORT[,...]|listed",
     )
     gateway_file: str | None = option(
         None,
-        "File with such addresses instead, one in each line. It is read again every 2 s, so that gateways may come, "
-        "move and go while the node runs.",
+        "File with these addresses instead, one per line. It is read again every 2 s, so gateways can be added, moved "
+        "and removed while the node runs.",
         metavar="FILE",
     )
     orphan_timeout: float = option(
         10.0,
-        "Seconds for which requests with a key go on, and their outputs are kept, after their gateway is lost.",
+        "Seconds for which requests with a key continue, and their outputs are kept, after their gateway is lost.",
         minimum=0,
         maximum=3600,
     )
@@ -70,7 +70,7 @@ class NodeConfig(
         None, "Unique name of this node, the same after a restart. Without it: role, host and process id."
     )
     advertise_host: str = option(
-        "127.0.0.1", "Address to listen on, at which decode nodes reach this node for its KV pages."
+        "127.0.0.1", "Address to listen on, at which decode nodes reach this node to get KV pages."
     )
     data_port: int = option(0, "Port to listen on for decode nodes; 0 takes a free port.", minimum=0, maximum=65535)
     data_interface: str | None = option(
@@ -83,13 +83,13 @@ class NodeConfig(
     )
     node_timeout: float = option(
         5.0,
-        "Seconds without a sign of life after which the connection to another node, or to the gateway, is closed.",
+        "Seconds of silence after which the connection to another node, or to the gateway, is closed.",
         minimum=0.1,
         maximum=86_400,
     )
     memory_fraction: float = option(
         0.4,
-        "Largest share of free memory for the KV pool; on CUDA, of what weights, CUDA graphs and steps leave free.",
+        "Share of free memory that the KV pool may take; on CUDA, of what weights, CUDA graphs and steps leave free.",
         minimum=0.001,
         maximum=0.95,
     )

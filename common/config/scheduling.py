@@ -58,12 +58,12 @@ class SchedulingOptions:
     enable_priority_scheduling: bool = option(False, "Order requests by priority first, then by --schedule-policy.")
     default_priority_value: int | None = option(
         None,
-        "Priority of requests without one. Without it: such requests come after all others.",
+        "Priority of requests that name none. Without it: such requests come after all others.",
         minimum=-MAX_PRIORITY,
         maximum=MAX_PRIORITY,
     )
     schedule_low_priority_values_first: bool = option(
-        False, "Treat lower priority values as more urgent. Without it: higher values are."
+        False, "Treat lower priority values as more urgent. Without it, higher values are."
     )
     priority_scheduling_preemption_threshold: int = option(
         PREEMPTION_THRESHOLD,
@@ -74,18 +74,18 @@ class SchedulingOptions:
         1.0, "Seconds for which a request that was preempted and runs again cannot be preempted.", minimum=0.0
     )
     max_preemptions: int | None = option(
-        8, "How often a node preempts a request at most; none: without a limit.", minimum=0
+        8, "Maximum number of times that a node preempts one request; none: no limit.", minimum=0
     )
     abort_on_priority_when_disabled: bool = option(
         False, "Refuse requests with a priority if --enable-priority-scheduling is off."
     )
     priority_aging_per_second: float = option(
-        0.0, "Added to a priority for each second of waiting, so that no request starves.", minimum=0.0
+        0.0, "Amount added to a priority for each second of waiting, so that no request starves.", minimum=0.0
     )
     priority_function: str | None = option(
         None,
-        "A function of your own that is called for each request, and again about every second while it waits: it takes "
-        "common.plugins.RequestFacts and returns a priority (higher is more urgent), or None to keep the present one.",
+        "Your own function, called for each request, and again about every second while it waits: it takes "
+        "common.plugins.RequestFacts and returns a priority (higher is more urgent), or None to keep the current one.",
         metavar="MODULE:NAME",
     )
     priority_classes: tuple[str, ...] = option(
@@ -102,26 +102,9 @@ class SchedulingOptions:
         "Shares of tenants for --schedule-policy fair, for example search:4,batch:1; all other tenants have 1.",
         metavar="NAME:WEIGHT,...",
     )
-
-    @property
-    def class_weights(self) -> dict[str, float]:
-        """Weights of --priority-classes by name, in the order of the flag; empty without classes."""
-        return parse_weights(self.priority_classes, "--priority-classes")
-
-    @property
-    def tenant_weights(self) -> dict[str, float]:
-        return parse_weights(self.tenant_shares, "--tenant-shares")
-
-    @property
-    def default_class(self) -> str:
-        """Class of requests that name none; empty without classes."""
-        weights = self.class_weights
-        return self.default_priority_class or min(weights, key=lambda name: weights[name], default="")
-
     max_skip_ahead: int = option(
-        8, "Number of smaller requests that may overtake a request for which memory is short; 0: none.", minimum=0
+        8, "Number of smaller requests that may overtake a request that does not fit into memory; 0: none.", minimum=0
     )
-
     retraction_policy: Literal["auto", "shortest-output", "priority"] = option(
         "auto",
         "The request that a decode node retracts when it runs out of pages: shortest-output (least work lost) or "
@@ -138,6 +121,21 @@ class SchedulingOptions:
         "the decode node; none: all by the decode node.",
         minimum=0,
     )
+
+    @property
+    def class_weights(self) -> dict[str, float]:
+        """Weights of --priority-classes by name, in the order of the flag; empty without classes."""
+        return parse_weights(self.priority_classes, "--priority-classes")
+
+    @property
+    def tenant_weights(self) -> dict[str, float]:
+        return parse_weights(self.tenant_shares, "--tenant-shares")
+
+    @property
+    def default_class(self) -> str:
+        """Class of requests that name none; empty without classes."""
+        weights = self.class_weights
+        return self.default_priority_class or min(weights, key=lambda name: weights[name], default="")
 
     @property
     def is_retracted_by_priority(self) -> bool:

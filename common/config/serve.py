@@ -29,21 +29,23 @@ class ServeConfig(
 ):
     prefill: int = option(1, "Number of prefill nodes; 0 with --local-prefill always.", minimum=0, maximum=256)
     decode: int = option(1, "Number of decode nodes.", minimum=1, maximum=256)
-    workers: int = option(1, "Number of gateway processes, which share --port and the nodes.", minimum=1, maximum=64)
+    workers: int = option(1, "Number of gateway processes; they share --port and the nodes.", minimum=1, maximum=64)
     control_port: int = option(
         0, "Port on which the gateway listens for nodes; 0 takes a free port.", minimum=0, maximum=65535
     )
     memory_fraction: float = option(
         0.8,
-        "Largest share of free memory for the KV pools of all nodes together; on CUDA, of what weights, CUDA graphs "
+        "Share of free memory that the KV pools of all nodes together may take; on CUDA, of what weights, CUDA graphs "
         "and steps leave free.",
         minimum=0.001,
         maximum=0.95,
     )
     drain_timeout: float = option(
-        2.0, "Seconds that requests may still take after Ctrl-C or SIGTERM.", minimum=0, maximum=86_400
+        2.0, "Seconds that requests in flight may still take after Ctrl-C or SIGTERM.", minimum=0, maximum=86_400
     )
-    ready_timeout: float = option(900.0, "Seconds for nodes to load before serve gives up.", minimum=1)
+    ready_timeout: float = option(
+        900.0, "Seconds that nodes may take to become ready before serve gives up.", minimum=1
+    )
 
     def __post_init__(self) -> None:
         check_engine(self)

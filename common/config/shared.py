@@ -67,24 +67,24 @@ class ModelOptions:
     )
     tokenizer: str | None = option(
         None,
-        "Folder, or hub id, with the tokenizer and the chat template. Without it: those of the model. Gateway and all"
+        "Folder or hub id of the tokenizer and the chat template. Without it: those of the model. The gateway and all"
         " nodes must agree.",
         metavar="DIR_OR_ID",
     )
     keys: str | None = option(
         None,
         "Folder with the keys of the control plane, made by baton keygen; needed between machines. Without it: serve "
-        "draws keys at every start, and other commands use a folder of this user, made at the first start.",
+        "makes new keys at every start, and other commands use a folder of this user, made at the first start.",
         metavar="DIR",
         is_secret=True,  # serve hands on the keys themselves, in the environment
     )
     insecure: bool = option(
         False,
-        "Use no keys: every process that reaches a port can send requests, take the place of a node or of the gateway, "
-        "and read prompts and answers on the way. Addresses that other machines can reach are then allowed.",
+        "Use no keys: any process that can reach a port can then send requests, impersonate a node or the gateway, and "
+        "read prompts and answers. Allows addresses that other machines can reach.",
     )
     log_level: LogLevel = option("info", "Least severe messages to log. Prompts are never logged.")
-    log_format: LogFormat = option("console", "Form of log lines: text for people, or one JSON object per line.")
+    log_format: LogFormat = option("console", "Format of log lines: text for people, or one JSON object per line.")
 
     @property
     def served_name(self) -> str:
@@ -106,18 +106,18 @@ class EngineOptions:
     )
     model_impl: ModelImplementation = option(
         "auto",
-        "What computes the model: native (Baton's own decoder, for the families that it knows), transformers (the"
-        " model's own class in the library transformers, which needs the extra transformers), or auto: native where it"
-        " can, else transformers. All nodes of a model must agree.",
+        "Implementation of the model: native (Baton's own decoder, for the families that it knows), transformers (the"
+        " model's class in the transformers library; needs the extra transformers), or auto: native if possible, else"
+        " transformers. All nodes of a model must agree.",
     )
     trust_remote_code: bool = option(
         False,
-        "Run Python code that comes with the checkpoint, on every node, with the rights of this user. Only for a model"
-        " that transformers does not know, and only from a source that you trust as you trust a program.",
+        "Run Python code that comes with the checkpoint, on every node, with the rights of this user. Only for models"
+        " that transformers does not include, and only from sources that you would trust to run programs here.",
     )
     hf_overrides: str | None = option(
         None,
-        "Keys of config.json with other values than in the file, as a JSON object. All nodes of a model must agree.",
+        "JSON object with keys of config.json whose values it replaces. All nodes of a model must agree.",
         metavar="JSON",
     )
     load_format: str = option(
@@ -128,47 +128,47 @@ class EngineOptions:
     )
     weight_dtype: WeightDtype = option(
         "auto",
-        "Number format of the matrices: int8 (a scale for each output) or int4 (a scale for each group of 32 to 128"
-        " inputs) reads half or a quarter of the bytes of bfloat16 in every step, and changes the answers slightly;"
-        " auto is --dtype. All nodes of a model must agree. On CPUs only so far.",
+        "Number format of weight matrices: int8 (one scale per output) or int4 (one scale per group of 32 to 128"
+        " inputs) reads half or a quarter of the bytes of bfloat16 in every step, and changes answers slightly; auto"
+        " uses --dtype. All nodes of a model must agree. CPUs only so far.",
     )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = option(
         "auto",
-        "Number format of KV pages: auto takes that of the weights; fp8, the same as fp8_e4m3, and int8 take half of"
-        " the memory of 16 bits, with a scale for each key and each value. Kernels for GPUs read fp8, those for CPUs"
-        " int8. Prefill and decode nodes must agree.",
+        "Number format of KV pages: auto uses that of the weights; fp8 (the same as fp8_e4m3, for GPUs) and int8 (for"
+        " CPUs) take half the memory of 16 bits, with a scale for each key and value. Prefill and decode nodes"
+        " must agree.",
     )
     weight_version: str | None = option(
         None,
-        "Name of the weights. The gateway refuses a node whose weights differ from those of the model's other nodes; it"
-        " compares this name, or without it a hash of the weight files.",
+        "Name that identifies the weights. Without it: a hash of the weight files. KV pages go only between nodes with"
+        " the same weight version.",
         metavar="NAME",
     )
     tp: int = option(
         1,
-        "Tensor parallelism: number of ranks among which a node divides its model, each a process. It must divide the "
-        "attention heads and the intermediate size, and divide the KV heads or be a multiple of them. A model that "
-        "transformers computes needs a plan of its class in the library. On CUDA each rank has a device of its own, "
-        "from --device on.",
+        "Tensor parallelism: number of processes (ranks) that share the model of a node. It must divide the number of "
+        "attention heads and the intermediate size, and be a divisor or a multiple of the number of KV heads. A model "
+        "computed by transformers needs a tensor-parallel plan there. On CUDA, each rank has its own device, starting "
+        "with --device.",
         minimum=1,
         maximum=64,
     )
     threads: int | None = option(
         None,
-        "Compute threads of a node, divided among its ranks; on CPUs at most one for each core. Without it: one for "
-        "each core; serve divides the cores among its nodes.",
+        "Compute threads of a node, divided among its ranks; on CPUs at most one per core. Without it: one per core; "
+        "serve divides the cores among its nodes.",
         minimum=1,
         maximum=1024,
     )
     attention_backend: str = option(
         "auto",
         "Attention backend: triton (CUDA), flash-attn (triton with FlashAttention-4 for long prompts; needs the extra "
-        "flash-attn), torch, cpu or reference; auto takes cpu on CPUs, triton on CUDA (torch if triton is missing).",
+        "flash-attn), torch, cpu or reference; auto uses cpu on CPUs, triton on CUDA (torch if triton is missing).",
     )
     disable_overlap_schedule: bool = option(
         False,
-        "Plan a step only when the one before it has ended. Without it, a node on CUDA plans the next step while one "
-        "runs; a node on a CPU never does.",
+        "Plan a step only after the previous one has ended. Without it, a node on CUDA plans the next step while one "
+        "runs; on CPUs this option has no effect.",
     )
     cuda_graph_max_bs: int | None = option(
         None,
@@ -183,43 +183,41 @@ class EngineOptions:
         "Transport of KV pages: shm (shared memory, on one machine), cuda-ipc (between GPUs of one machine), tcp, nixl "
         "(UCX; needs the extra nixl), gloo or nccl (torch.distributed; nccl between CUDA devices). auto tries cuda-ipc "
         "(only on CUDA), shm, nixl (only with a --data-interface that other machines can reach) and tcp for each pair "
-        "of nodes, and uses the first that works. inprocess is for "
-        "tests and the simulator only.",
+        "of nodes, and uses the first that works. inprocess is for tests and the simulator only.",
     )
     record: str | None = option(
         None,
         "Record the events and plans of a node in this file, prompts included, for simulate --replay. serve appends the"
-        " name of each node. Existing files are kept: a number is appended.",
+        " name of each node. An existing file is not overwritten: a number is appended to the name.",
         metavar="FILE",
     )
     profile_dir: str | None = option(
         None,
-        "Folder for traces of torch's profiler, which POST /start_profile and /stop_profile of the gateway control. "
-        "Without it, they are refused.",
+        "Folder for traces of torch's profiler, which POST /start_profile and /stop_profile at the gateway start and "
+        "stop. Without it, they are refused.",
         metavar="DIR",
     )
     kv_checksum: Literal["auto", "all", "sampled", "off"] = option(
         "auto",
-        "Which KV pages are sent with a checksum, which is verified on arrival; damaged pages are sent again. The node"
-        " of a pair that wants more decides. auto: all pages of a pool in host memory, one in 16 of a pool on a device,"
-        " none with --record.",
+        "Which KV pages are sent with a checksum and verified on arrival; damaged pages are sent again. If the nodes of"
+        " a pair differ, the stricter setting applies. auto: all pages of a pool in host memory, one in 16 of a pool on"
+        " a device, none with --record.",
     )
     gpu_direct: bool = option(
         False,
-        "With --transport nixl, or auto between machines, on CUDA: transfer KV pages from GPU memory to GPU memory"
-        " (RDMA, or NVLink on one host) and not through host memory. Tested with two nodes on one GPU.",
+        "With --transport nixl, or auto between machines, on CUDA: transfer KV pages directly between GPU memories"
+        " (RDMA, or NVLink on one host) instead of through host memory. Tested with two nodes on one GPU.",
     )
     nixl_backend: str = option(
         UCX,
-        "What moves pages for --transport nixl, by NIXL's name: UCX, or LIBFABRIC and others that are installed. Only "
-        "UCX has been tested; with another one, pages granted to a prefill node of another host that dies stay in "
-        "quarantine.",
+        "NIXL's backend for --transport nixl: UCX, LIBFABRIC or any other that is installed. Only UCX has been tested; "
+        "with others, pages granted to a prefill node on another host stay in quarantine if that node dies.",
         metavar="NAME",
     )
     cluster_key: str | None = option(
         None,
         "Secret shared by all nodes. It authenticates tcp, gloo and nccl data connections, and the addresses that nixl"
-        " exchanges. Set it in the environment, so that it is not visible in the process list.",
+        " exchanges. Set it in the environment to keep it out of the process list.",
         is_secret=True,
     )
 
@@ -228,8 +226,8 @@ class EngineOptions:
 class DrainOptions:
     drain_timeout: float = option(
         30.0,
-        "Seconds that requests may still take after SIGTERM. A node moves them to other nodes meanwhile; the gateway "
-        "refuses new ones.",
+        "Seconds that requests in flight may still take after SIGTERM. Meanwhile a node moves them to other nodes, and "
+        "the gateway refuses new ones.",
         minimum=0,
         maximum=86_400,
     )
@@ -241,7 +239,7 @@ class NodeHttpOptions:
 
     http_host: str = option(
         "127.0.0.1",
-        "Address on which each node serves its own /health and /metrics. Whatever reaches it reads them without a key.",
+        "Address on which each node serves its own /health and /metrics. They can be read there without a key.",
     )
     http_port: int | None = option(
         0,
@@ -253,8 +251,8 @@ class NodeHttpOptions:
     )
     health_timeout: float = option(
         10.0,
-        "Seconds for which a node may take for one turn of its event loop, or for one step, before its /health answers"
-        " 503. Longer than the longest step.",
+        "Seconds that a turn of a node's event loop, or one step, may take before its /health answers 503. Must be"
+        " longer than the longest step.",
         minimum=2,
     )
 
@@ -285,7 +283,7 @@ def check_engine(config: Any) -> None:
         if config.disable_cuda_graph:
             raise ConfigError("--cuda-graph-max-bs has no effect with --disable-cuda-graph; leave one out")
         if config.device == "cpu":
-            raise ConfigError("--cuda-graph-max-bs: there are no CUDA graphs on a CPU; leave it or --device cpu out")
+            raise ConfigError("--cuda-graph-max-bs: there are no CUDA graphs on a CPU; leave out this or --device cpu")
     if config.weight_version is not None and not 0 < len(config.weight_version) <= MAX_WEIGHT_VERSION:
         raise ConfigError(
             f"--weight-version must have 1 to {MAX_WEIGHT_VERSION} characters, not {len(config.weight_version)}"
@@ -324,7 +322,7 @@ def parse_overrides(given: str | None) -> dict[str, Any]:
 
 def check_keys(config: Any) -> None:
     if config.keys and config.insecure:
-        raise ConfigError("--keys and --insecure exclude each other: --insecure does without keys; leave one out")
+        raise ConfigError("--keys and --insecure exclude each other: --insecure uses no keys; leave one out")
 
 
 def check_revision(config: Any) -> None:

@@ -25,9 +25,11 @@ MAX_FILE_BYTES = 65_536
 
 
 class GatewayDirectory(Protocol):
-    """Attributes:
-    description: where the addresses come from, for logs.
-    is_fixed: the addresses never change.
+    """Where a node learns the addresses of its gateways.
+
+    Attributes:
+        description: where the addresses come from, for logs.
+        is_fixed: the addresses never change.
     """
 
     description: str

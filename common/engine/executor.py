@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
+WARM_UP_TOKENS = 64
+
+
 @dataclass(slots=True)
 class Slot:
     """One row of the request table, without its page numbers, which are in the executor's page table.
@@ -203,13 +206,13 @@ class TorchExecutor:
                 self._graphs.set_pages(plan.pages)
             return self._extend(plan)
 
-    def warm_up(self, num_tokens: int = 64) -> None:
-        """Run steps of ``num_tokens`` tokens, so that the first request does not wait for lazy initialisation.
+    def warm_up(self) -> None:
+        """Run a prompt and two decode steps, so that the first request does not wait for lazy initialisation.
 
         Overwrites the pool's first pages, so it must run while the pool is empty. Slot 0 is free afterwards.
         """
         most = self.pool.num_full_pages if self._window_table is None else self.pool.num_window_pages
-        num_tokens = min(num_tokens, most * self._page_size - 1, self.model.config.context_length - 1)
+        num_tokens = min(WARM_UP_TOKENS, most * self._page_size - 1, self.model.config.context_length - 1)
         if num_tokens < 1:
             return
         pages = tuple(range(self.pool.layout.num_pages(num_tokens + 1)))

@@ -289,7 +289,7 @@ class NodeAdapters:
 
 
 def _overtaken(name: str) -> ConfigError:
-    return ConfigError(f"another change of the adapter {name} has come later; ask again")
+    return ConfigError(f"a later change of the adapter {name} has replaced this one; ask again")
 
 
 def _below(root: Path, path: str) -> Path:
@@ -301,7 +301,7 @@ def _below(root: Path, path: str) -> Path:
     try:
         folder = (root / path).resolve()
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"lora_path {path!r}: is no path ({error})") from error
+        raise ConfigError(f"lora_path {path!r}: not a path ({error})") from error
     if folder == root or not folder.is_relative_to(root):
         raise ConfigError(f"lora_path {path!r}: is not below --lora-dir of this node")
     return folder

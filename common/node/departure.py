@@ -60,7 +60,7 @@ class Departure:
         self.has_said_empty = False
 
     def registered(self) -> None:
-        """A gateway has registered the node anew, so the node must say again that it leaves."""
+        """A gateway has registered the node again, so the node must repeat that it leaves."""
         self.has_said_empty = False
 
     def next_step(self, left: Remainder, now: float) -> DepartureStep:

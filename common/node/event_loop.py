@@ -137,7 +137,7 @@ class EventLoop:
         self._drain_s: float | None = None  # a drain that was asked for and has not begun
         self._poller = zmq.Poller()
         self._links = GatewayLinks(
-            *(gateways, endpoint), register=self._describe, clock=clock, poller=self._poller, room=room
+            gateways, endpoint, register=self._describe, clock=clock, poller=self._poller, room=room
         )
         self._sources = PrefillConnections(endpoint, self._poller)
         for socket in self._listen.sockets:
@@ -283,7 +283,7 @@ class EventLoop:
                 self._is_stopping |= departure.next_role is None
             case DepartureStep.STAY:
                 log.error(
-                    "the role is kept: %d requests and %d pages into which another node may still write are left",
+                    "keeping the role: %d requests are left, and %d pages that another node may still write to",
                     num_left,
                     load.num_quarantined_pages,
                 )
@@ -344,10 +344,10 @@ class EventLoop:
                 continue
             if lost := link.follow(now):
                 self._lose(lost, now)
-            for letter in link.mailbox.receive():
+            for envelope in link.mailbox.receive():
                 if link.is_dialling:
                     continue  # it came before the connection broke, from a process that may have ended
-                self._on_gateway(link, letter.sender, letter.message, now)
+                self._on_gateway(link, envelope.sender, envelope.message, now)
                 if link not in self._links:
                     break
         self._receive_from_decode_nodes(now)
@@ -452,12 +452,12 @@ class EventLoop:
 
     def _receive_from_decode_nodes(self, now: float) -> None:
         known = frozenset(self._role.peers())
-        for letter in self._listen.receive(is_known=known.__contains__):
-            if isinstance(letter.message, Invite):
-                if self._endpoint.is_gateway(letter.sender):
-                    self._gateways.invited(letter.message)
-            elif not isinstance(letter.message, Ping):
-                self._role.on_peer(letter.sender, letter.message, now)
+        for envelope in self._listen.receive(is_known=known.__contains__):
+            if isinstance(envelope.message, Invite):
+                if self._endpoint.is_gateway(envelope.sender):
+                    self._gateways.invited(envelope.message)
+            elif not isinstance(envelope.message, Ping):
+                self._role.on_peer(envelope.sender, envelope.message, now)
         for peer in self._listen.lost_peers(self._role.peers()):
             log.warning("decode node %s is gone", self._name_of(peer))
             self._role.peer_lost(peer, now)
@@ -470,7 +470,7 @@ class EventLoop:
         for incarnation, message in self._sources.receive():
             self._role.on_peer(incarnation, message, now)
         for incarnation in self._sources.lost():
-            log.warning("node %s is gone, from which pages came", self._name_of(incarnation))
+            log.warning("node %s, which sent pages to this node, is gone", self._name_of(incarnation))
             self._role.peer_lost(incarnation, now)
 
     # ---- sending ----------------------------------------------------------------------------------------------------

@@ -26,9 +26,11 @@ Answer = Callable[[ProfileAnswer], None]
 
 
 class Profiler:
-    """Args:
-    folder: of the traces; created if it is missing.
-    node: its name begins the names of the files.
+    """Profiles the steps of a node.
+
+    Args:
+        folder: of the traces; created if it is missing.
+        node: its name begins the names of the files.
 
     Raises:
         ConfigError: the folder cannot be written to.

@@ -130,7 +130,10 @@ def _serve_model(
         ranks.watch(engine.fail)
         with open_directory(config) as gateways:
             node = LoadedNode(
-                *(model, engine, factories, gateways),
+                model,
+                engine,
+                factories,
+                gateways,
                 adapters=adapters,
                 http=http,
                 drain_timeout_s=config.drain_timeout,
@@ -162,7 +165,9 @@ def _worker_context(
     pool, window_pages = executor.pool, None
     if pool.groups is not None:
         window_pages = WindowPages(
-            *(pool.groups, capacity.num_pages, pool.num_window_pages),
+            pool.groups,
+            capacity.num_pages,
+            pool.num_window_pages,
             page_size=config.page_size,
             chunk_tokens=capacity.alignment.most_at_once(capacity.chunk_tokens, config.page_size) or UNBOUNDED,
         )

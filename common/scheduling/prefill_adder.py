@@ -395,7 +395,7 @@ class PrefillAdder:
         num_held, max_pages = self._kv_window.num_pages(request.num_tokens), self._kv_window.max_pages(request)
         # Chunking may make it end later than its token count says, so it counts as late.
         mine = Growth(
-            *(request.num_tokens, num_held, self._expected(request), num_private), is_late=True, max_pages=max_pages
+            request.num_tokens, num_held, self._expected(request), num_private, is_late=True, max_pages=max_pages
         )
         num_available = self._allocator.num_for_steps + self._cache.num_evictable_pages - count
         return fits([*others, mine], num_available, self.page_size)

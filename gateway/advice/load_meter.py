@@ -39,9 +39,11 @@ class EndedRequest(NamedTuple):
 
 
 class LoadMeter:
-    """Args:
-    window_s: over which arrivals are averaged.
-    objectives: of requests without their own.
+    """Measures the load of one model at this gateway.
+
+    Args:
+        window_s: over which arrivals are averaged.
+        objectives: of requests without their own.
     """
 
     def __init__(self, window_s: float, objectives: Objectives) -> None:

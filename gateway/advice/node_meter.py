@@ -126,8 +126,10 @@ class NodeFigures:
 
 
 class NodeMeter:
-    """Args:
-    window_s: over which figures are averaged.
+    """Measures the nodes of one role.
+
+    Args:
+        window_s: over which figures are averaged.
     """
 
     def __init__(self, role: Role, window_s: float) -> None:

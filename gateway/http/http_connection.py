@@ -54,8 +54,8 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One timer serves all timeouts of a connection. It is not set anew for each request: if it runs out too early, it
-    is set again for the rest.
+    """One timer serves all timeouts of a connection. It is not reset for each request: if it runs out too early, it is
+    set again for the rest.
 
     Attributes:
         options: the limits of this connection.
@@ -254,7 +254,7 @@ class HttpConnection(HttpToolsProtocol):
             raise OverflowError
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                raise NotImplementedError("this server is no proxy")
+                raise NotImplementedError("this server is not a proxy")
             return
         previous = self.cycle
         self._fill_scope()

@@ -28,8 +28,10 @@ HANDSHAKE_S = 10.0
 
 
 class HttpServer:
-    """Args:
-    starts_app: the application starts and stops with this server; otherwise another server has started it.
+    """Serves one ASGI application.
+
+    Args:
+        starts_app: the application starts and stops with this server; otherwise another server has started it.
 
     Attributes:
         app: the application that it serves.

@@ -37,12 +37,14 @@ JSON_ANSWER = (
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """Attributes:
-    header_timeout_s: for the headers of a request, from the connection or the previous answer on.
-    body_timeout_s: for the body of a request, from the first attempt to read it on.
-    max_body_bytes: larger bodies get 413.
-    on_answer: called with the scope of each ended request and its status; 499 if the client left before the end.
-    hosts: requests for other hosts get 421.
+    """The limits of a connection, and who hears of its answers.
+
+    Attributes:
+        header_timeout_s: for the headers of a request, from the connection or the previous answer on.
+        body_timeout_s: for the body of a request, from the first attempt to read it on.
+        max_body_bytes: larger bodies get 413.
+        on_answer: called with the scope of each ended request and its status; 499 if the client left before the end.
+        hosts: requests for other hosts get 421.
     """
 
     header_timeout_s: float

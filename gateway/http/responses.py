@@ -76,8 +76,10 @@ def _with_own_names(error: RequestError, body: ResponsesRequest) -> RequestError
 
 
 class ResponsesApi:
-    """Args:
-    max_bytes: largest conversation that ``previous_response_id`` may stand for, as if the client had sent it.
+    """The Responses API over chats: what ``/v1/responses`` adds to them.
+
+    Args:
+        max_bytes: largest conversation that ``previous_response_id`` may stand for, as if the client had sent it.
     """
 
     def __init__(self, inputs: InputProcessor, store: ResponseStore, clock: Clock, *, max_bytes: int) -> None:

@@ -44,8 +44,10 @@ class AnswerReader:
 
 
 class Retries:
-    """Args:
-    grace_s: how long outputs go on after their client has left, for it to come back.
+    """Gives requests that repeat an earlier one its outputs.
+
+    Args:
+        grace_s: how long outputs go on after their client has left, for it to come back.
     """
 
     def __init__(

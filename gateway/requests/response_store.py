@@ -15,11 +15,13 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """Attributes:
-    previous_id: the response that this one continues, or None.
-    input_items: JSON list of the input items of its request.
-    output_items: JSON list of the items of its output.
-    body: JSON of the whole response.
+    """A finished response that can be continued.
+
+    Attributes:
+        previous_id: the response that this one continues, or None.
+        input_items: JSON list of the input items of its request.
+        output_items: JSON list of the items of its output.
+        body: JSON of the whole response.
     """
 
     response_id: str

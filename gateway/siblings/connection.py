@@ -47,10 +47,10 @@ def inherited_listener(fd: int) -> socket.socket:
         listener = socket.socket(fileno=fd)
         is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
-        raise ConfigError(f"--listen-fd {fd} is no socket: {error.strerror}") from error
+        raise ConfigError(f"--listen-fd {fd} is not a socket: {error.strerror}") from error
     if not is_listening or listener.family not in (socket.AF_INET, socket.AF_INET6):
         listener.close()
-        raise ConfigError(f"--listen-fd {fd} is no TCP socket that listens")
+        raise ConfigError(f"--listen-fd {fd} is not a listening TCP socket")
     listener.setblocking(False)
     listener.set_inheritable(False)
     return listener

@@ -153,7 +153,7 @@ class Siblings:
                 await send({"type": "http.response.body", "body": b""})
         except (SiblingLost, TimeoutError) as error:  # the server closes the connection of an unfinished answer
             why = str(error) or f"a sibling gateway has not ended it within {limit_s:g} s"
-            log.warning("an answer broke off: %s", why)
+            log.warning("an answer ended early: %s", why)
         finally:
             answer.close()
 

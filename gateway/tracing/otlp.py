@@ -42,7 +42,9 @@ NORMAL_ENDS = ("stop", "length")
 
 
 class OtlpExporter:
-    """Args:
+    """Sends sampled requests to an OpenTelemetry collector.
+
+    Args:
         endpoint: URL of the collector; without a path, ``/v1/traces`` is appended.
 
     Attributes:
@@ -93,7 +95,7 @@ class OtlpExporter:
             else:
                 self.num_dropped += len(batch)
                 if not self._has_failed:
-                    log.warning("the collector of --otlp-endpoint does not take spans; requests are dropped from it")
+                    log.warning("the collector at --otlp-endpoint does not accept spans; they are dropped")
             self._has_failed = not is_sent
 
     def _next_batch(self, instant: float) -> list[Timeline]:

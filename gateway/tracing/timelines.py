@@ -28,9 +28,11 @@ COUNTED = {
 
 
 class TimelineSpan(NamedTuple):
-    """Attributes:
-    process: ``gateway`` or the name of a node.
-    start_at: by the gateway's clock.
+    """One bar of a waterfall.
+
+    Attributes:
+        process: ``gateway`` or the name of a node.
+        start_at: by the gateway's clock.
     """
 
     name: str

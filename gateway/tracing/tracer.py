@@ -12,10 +12,12 @@ class Exporter(Protocol):
 
 
 class Tracer:
-    """Args:
-    exporter: gets the timelines of sampled requests; None exports nothing.
-    sample_rate: share of the requests without a valid ``traceparent`` that are sampled; the client's flag decides
-        for all others.
+    """Begins traces, and hands sampled ones to the exporter.
+
+    Args:
+        exporter: gets the timelines of sampled requests; None exports nothing.
+        sample_rate: share of the requests without a valid ``traceparent`` that are sampled; the client's flag decides
+            for all others.
 
     Attributes:
         is_sampling: some requests without a ``traceparent`` are sampled.

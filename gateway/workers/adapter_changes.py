@@ -50,8 +50,10 @@ NO_CHANGE = LastChange(0, "")
 
 
 class AdapterChanges:
-    """Args:
-    send: sends to one node.
+    """Loads and unloads LoRA adapters on the nodes of a model.
+
+    Args:
+        send: sends to one node.
     """
 
     def __init__(self, rpc: NodeRpc, send: Callable[[Message, str], None], dispatcher: Dispatcher) -> None:

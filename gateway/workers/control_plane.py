@@ -300,7 +300,7 @@ class ControlPlane:
         node = pool.registry.workers[sender]
         for pair in message.pairs:
             if pair.problem and pair.incarnation not in node.failed_peers:
-                log.warning("no requests for the pair of nodes %s and %s: %s", node.name, pair.peer, pair.problem)
+                log.warning("sending no requests to the pair %s and %s: %s", node.name, pair.peer, pair.problem)
         if pool.registry.set_pairs(sender, message.pairs):
             self._dispatcher.on_workers_added(pool)
 
@@ -351,12 +351,12 @@ class ControlPlane:
         if isinstance(answer, Registered):
             if known_pool is None:
                 log.info("%s node %s registered (start %d)", message.role, message.name, answer.starts)
-            self._dispatcher.on_workers_added(self.pools[message.model])
-            self._announce_prefill_nodes(self.pools[message.model], sender)
-            self.role_changes.registered(self.pools[message.model].registry.workers[sender])
-            self.adapter_changes.registered(
-                self.pools[message.model], self.pools[message.model].registry.workers[sender]
-            )
+            pool = self.pools[message.model]
+            node = pool.registry.workers[sender]
+            self._dispatcher.on_workers_added(pool)
+            self._announce_prefill_nodes(pool, sender)
+            self.role_changes.registered(node)
+            self.adapter_changes.registered(pool, node)
         else:
             log.warning("%s node %s refused: %s", message.role, message.name, answer.reason)
             if known_pool is not None:

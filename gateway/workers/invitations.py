@@ -35,11 +35,11 @@ TICKS_PER_INVITATION = 4
 
 #: Why a node does not answer a handshake. It answers none while it loads its model.
 UNKNOWN_KEY = (
-    "it has no key that the folder nodes in --keys of this gateway permits, or is no node of Baton, or is still "
+    "it has no key that the folder nodes in --keys of this gateway permits, or is not a node of Baton, or is still "
     "loading its model"
 )
 NO_HANDSHAKE = (
-    "it has keys and this gateway has none, or it is no node of Baton, or is still loading its model; give both "
+    "it has keys and this gateway has none, or it is not a node of Baton, or is still loading its model; give both "
     "--keys, or neither"
 )
 
@@ -54,7 +54,9 @@ def make_room(context: "zmq.Context[Any]", num_nodes: int) -> None:
 
 
 class Invitations:
-    """Args:
+    """Invites the nodes that this gateway lists.
+
+    Args:
         nodes: roles of the listed nodes, by address.
         keys: of the gateway; None: connections are neither encrypted nor authenticated.
         address: ``host:port`` at which nodes reach this gateway.

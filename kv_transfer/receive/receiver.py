@@ -217,9 +217,7 @@ class Receiver:
         self._totals["broken_pairs"] += connection.is_attached
         self._suspend(peer)
         if connection.broke(reason, now):
-            log.warning(
-                "pages of prefill node %s cannot come now and are soon tried again: %s", connection.name, reason
-            )
+            log.warning("cannot receive pages from prefill node %s now, retrying soon: %s", connection.name, reason)
             return
         why = f"prefill node {connection.name} could not attach the pool of decode node {self._name}"
         if connection.was_attached:
@@ -284,7 +282,7 @@ class Receiver:
             return True
         self._totals[f"pairs_by_{message.transport}"] += 1
         log.info(
-            "pages of prefill node %s come by %s%s",
+            "receiving pages from prefill node %s by %s%s",
             connection.name,
             message.transport,
             message.why and f": {message.why}",
@@ -322,7 +320,7 @@ class Receiver:
         return True
 
     def _refuse(self, peer: str, connection: PrefillConnection, why: str) -> None:
-        log.warning("no pages of prefill node %s can come: %s", connection.name, why)
+        log.warning("cannot receive pages from prefill node %s: %s", connection.name, why)
         connection.refused(why)
         for session in self._table.of(peer):
             if session.state is ReceiveState.RESERVED:
@@ -375,12 +373,12 @@ class Receiver:
         way = f"by {connection.transport} from prefill node {connection.name} to decode node {self._name}"
         if session.corrupt(indices, part):
             if self._totals["checksum_mismatches"] == len(indices):
-                log.warning("a page came damaged %s and is asked for again; further ones are only counted", way)
+                log.warning("a page arrived damaged %s and is requested again; further ones are only counted", way)
             pages = [session.page_of(index) for index in indices]
             self._transport.allow(session.peer, session.epoch, pages, connection.parts[part])
             self._messages.append((session.peer, Resend(*session.key, session.epoch, tuple(indices), part, number)))
             return True
-        message = f"the same page came damaged {MAX_RESENDS + 1} times {way}"
+        message = f"the same page arrived damaged {MAX_RESENDS + 1} times {way}"
         self._messages.append((session.peer, AbortTransfer(*session.key)))
         self._table.fail(session, ReceiveEvent.CANCEL, ErrorCode.TRANSFER_FAILED, message)
         return False

@@ -103,7 +103,7 @@ class DecodeConnections:
         """
         problem = self._mismatch(connect)
         if problem:
-            log.warning("no pages go to decode node %s: %s", connect.name, problem)
+            log.warning("cannot send pages to decode node %s: %s", connect.name, problem)
             return Refused(problem, connect.epoch)
         try:
             if len(self.by_peer) >= MAX_PEERS:
@@ -199,7 +199,7 @@ class DecodeConnections:
         connection.why = news.why[:MAX_WHY]
         self.num_attached[connection.transport] += 1
         log.info(
-            "pages go to decode node %s by %s%s",
+            "sending pages to decode node %s by %s%s",
             connection.name,
             connection.transport,
             connection.why and f": {connection.why}",

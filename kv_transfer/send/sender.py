@@ -304,7 +304,7 @@ class Sender:
         if session.resend(units):
             self._queue.enqueue(session)
         else:
-            why = f"the same page came damaged to the decode node {MAX_RESENDS + 1} times"
+            why = f"the same page arrived damaged at the decode node {MAX_RESENDS + 1} times"
             self._end(session, TransferEnd("failed", why))
 
     def _on_transfer_ack(self, peer: str, key: RequestKey) -> None:

@@ -4,8 +4,8 @@ The reader offers every transport that it has. The writer tries the transports t
 keeps the first that attaches; a transport attaches only once bytes have gone from process to process. ``Attached.why``
 names the transports that were tried before and failed, with the reasons.
 
-A transport that breaks after that rests for this pair: the pair goes on with the next one that works. After a while
-(``broken_transports``) the writer attaches by the better one again, while pages go on by the other, and changes to it
+A transport that breaks after that rests for this pair, which continues with the next one that works. After a while
+(``broken_transports``) the writer attaches by the better one again, while pages still use the other, and changes to it
 once it works, at a moment at which nothing is under way.
 """
 
@@ -176,7 +176,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         return [*news, *self._give_up_slow(), *self._return_to_better()]
 
     def _give_up_slow(self) -> list[Attached]:
-        """Goes on with the next transport where a pair is to be attached again and one does not answer soon."""
+        """Tries the next transport for a pair that must be attached again, if one does not answer soon."""
         news, until = [], self._clock() - PATIENCE_S
         for peer, attempt in list(self._attempts.items()):
             is_slow = attempt.connect.resumes and not attempt.is_attached and attempt.begun_at <= until

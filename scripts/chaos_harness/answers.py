@@ -227,7 +227,7 @@ def _wrong_beginning(answer: Answer, reference: Answer) -> str:
             at = next(i for i, token in enumerate(output.ids) if [token] != expected.ids[i : i + 1])
             return f"output {index}, token {at}: {output.ids[at : at + 3]}, expected {expected.ids[at : at + 3]}"
         if not expected.text.startswith(output.text):
-            return f"output {index}: text {output.text[-40:]!r} is no beginning of {expected.text[:200]!r}"
+            return f"output {index}: text {output.text[-40:]!r} is not the beginning of {expected.text[:200]!r}"
         for at, (given, right) in enumerate(zip(output.logprobs, expected.logprobs, strict=False)):
             if abs(given - right) > LOGPROB_TOLERANCE:
                 return f"output {index}, token {at}: log-probability {given}, expected {right}"

@@ -25,9 +25,11 @@ LOST_S = 0.1  # until a request is sent again whose connection was lost
 
 
 class Load:
-    """Args:
-    reference: the answer to each distinct request, by its number.
-    tell: called with what goes wrong, for the timeline.
+    """Sends the requests of a run, and judges the answers.
+
+    Args:
+        reference: the answer to each distinct request, by its number.
+        tell: called with what goes wrong, for the timeline.
     """
 
     def __init__(

@@ -71,9 +71,11 @@ def http_host(spec: ProcessSpec) -> str:
 
 
 def argv(spec: ProcessSpec, *, address: str, ports: Ports, gateway_file: str) -> list[str]:
-    """Args:
-    address: of the host, at which processes on other hosts reach this one.
-    gateway_file: names the gateways to a node, unless it finds them through etcd.
+    """The command line of a process.
+
+    Args:
+        address: of the host, at which processes on other hosts reach this one.
+        gateway_file: names the gateways to a node, unless it finds them through etcd.
     """
     values = dict(spec.values)
     if spec.role == "gateway":

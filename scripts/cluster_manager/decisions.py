@@ -24,11 +24,13 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """Attributes:
-    number: of the instances of this role, in the order of their starts.
-    since: the instant at which the phase began.
-    host: Ray's id of its host; empty while it has none.
-    is_silent: it has not answered for ``lost_after_s``.
+    """One process of the cluster.
+
+    Attributes:
+        number: of the instances of this role, in the order of their starts.
+        since: the instant at which the phase began.
+        host: Ray's id of its host; empty while it has none.
+        is_silent: it has not answered for ``lost_after_s``.
     """
 
     name: str

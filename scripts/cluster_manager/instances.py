@@ -106,7 +106,13 @@ class Live:
         """The instance as decisions see it."""
         record = self.record
         return Instance(
-            *(record.name, record.role, record.number, record.revision, self.phase, self.since, self.host),
+            record.name,
+            record.role,
+            record.number,
+            record.revision,
+            self.phase,
+            self.since,
+            self.host,
             is_silent=self.is_silent(now),
         )
 

@@ -29,10 +29,12 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes:
-    counts: of each group, as in the configuration or as changed since.
-    next_numbers: of each group; a number is given once.
-    is_going_down: the cluster stops for good.
+    """What the supervisor must know again after a restart.
+
+    Attributes:
+        counts: of each group, as in the configuration or as changed since.
+        next_numbers: of each group; a number is given once.
+        is_going_down: the cluster stops for good.
     """
 
     config: ClusterConfig

@@ -20,11 +20,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes:
-    counts: desired instances of each group.
-    advised: nodes of each role that the gateways advise.
-    failures: the last failure of each group whose instances have not been ready since.
-    host: of the supervisor.
+    """The status of a cluster.
+
+    Attributes:
+        counts: desired instances of each group.
+        advised: nodes of each role that the gateways advise.
+        failures: the last failure of each group whose instances have not been ready since.
+        host: of the supervisor.
     """
 
     name: str

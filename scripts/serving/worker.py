@@ -14,8 +14,11 @@ from common.config.cli import resolve
 from common.config.node import NodeConfig
 from common.config.shared import Role
 from common.node.loading.loaded_node import RoleFactory
+from common.node.worker_context import WorkerContext
 from common.node.worker_main import end_process, run
 from decode_node import factory as decode
+from kv_transfer.transports.factory import TransportSettings
+from kv_transfer.transports.ranks.node_transports import NodeTransports
 from prefill_node import factory as prefill
 
 HELP: Mapping[str, str] = {
@@ -23,9 +26,21 @@ HELP: Mapping[str, str] = {
     "decode": "Receive prompts from prefill nodes and decode them, token by token, in one batch.",
 }
 
+
+def open_transports(context: WorkerContext) -> NodeTransports:
+    """The transport that the configuration names, over the pools of all ranks."""
+    return NodeTransports(
+        context.pool,
+        TransportSettings.of(context.config, context.incarnation),
+        first="writer" if context.config.role == "prefill" else "reader",
+        layout=context.layout,
+        others=context.other_ranks,
+    )
+
+
 FACTORIES: Mapping[Role, RoleFactory] = {
-    "prefill": RoleFactory(prefill.open_transports, prefill.build),
-    "decode": RoleFactory(decode.open_transports, decode.build),
+    "prefill": RoleFactory(open_transports, prefill.build),
+    "decode": RoleFactory(open_transports, decode.build),
 }
 
 

@@ -104,9 +104,9 @@ def test_output_that_looks_like_the_last_chunk_is_not_taken_for_it() -> None:
 
 def test_chunks_with_trailers_and_extensions_end_where_they_should() -> None:
     data = b"3;x=y\r\nabc\r\n0\r\nTrailer: z\r\n\r\n"
-    assert follow_chunks(data, 0) == (12, True)
-    assert follow_chunks(data[:-1], 0)[1] is False
-    assert follow_chunks(b"xyz\r\n", 0) == (-1, False)
+    assert follow_chunks(data) == (12, True)
+    assert follow_chunks(data[:-1])[1] is False
+    assert follow_chunks(b"xyz\r\n") == (-1, False)
 
 
 @pytest.mark.parametrize("size", [b"-10", b"+5", b"0x5", b"1_0", b"", b"fffffffff"])

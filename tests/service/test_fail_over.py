@@ -55,7 +55,7 @@ async def service(tmp_path: Path, transport: str) -> AsyncIterator[ChaosService]
 
 def carriers(service: ChaosService) -> list[str]:
     """The transports by which pages have gone so far, in order."""
-    return re.findall(rf"pages go to decode node {DECODE} by (\w+)", service.nodes[PREFILL].log.read_text())
+    return re.findall(rf"sending pages to decode node {DECODE} by (\w+)", service.nodes[PREFILL].log.read_text())
 
 
 async def generate(service: ChaosService, seed: int) -> list[int]:

@@ -186,7 +186,7 @@ class ModelConfig(BaseModelConfig):
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{folder}/config.json or generation_config.json: cannot be parsed ({error})") from error
         if unknown := sorted(overrides.keys() - stored.keys() - config.asked):
-            raise ConfigError(f"--hf-overrides: {', '.join(unknown)} is no key of this model's config.json")
+            raise ConfigError(f"--hf-overrides: {', '.join(unknown)} is not a key of this model's config.json")
         return parsed
 
 

@@ -51,7 +51,7 @@ def quantize_weight(weight: Tensor, dtype: WeightDtype) -> QuantizedWeight:
         size = next((size for size in GROUP_SIZES if num_in % size == 0), None)
         if size is None:
             raise ConfigError(
-                f"--weight-dtype int4: a matrix of this model has {num_in} inputs, which is no multiple of "
+                f"--weight-dtype int4: a matrix of this model has {num_in} inputs, which is not a multiple of "
                 f"{GROUP_SIZES[-1]}; use --weight-dtype int8"
             )
         parts = [_in_groups(part, size) for part in weight.split(_SOME_OUTPUTS)]

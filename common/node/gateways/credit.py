@@ -31,8 +31,10 @@ class Account:
 
 
 class Credit:
-    """Args:
-    room: requests that the node runs at once.
+    """Divides the room of a node among its gateways.
+
+    Args:
+        room: requests that the node runs at once.
     """
 
     def __init__(self, room: int) -> None:

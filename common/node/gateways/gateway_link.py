@@ -33,18 +33,20 @@ REMEDIES = {
     HandshakeFailure.KEY: "it does not permit the key of this node: give both --keys folders of one baton keygen, with "
     "the node's public key in the folder nodes of the gateway's",
     HandshakeFailure.PROTOCOL: "only one of the two has keys (start both with keys, or both with --insecure), or the "
-    "process there is no gateway of this release of Baton",
+    "process there is not a gateway of this release of Baton",
     HandshakeFailure.CLOSED: "the process there closes the connection, as one does that is ending or overloaded, or a "
     "gateway with another key (then give both --keys folders of one baton keygen)",
 }
 
 
 class GatewayLink:
-    """Args:
-    mailbox: connected to the gateway.
-    address: ``host:port`` of its control socket.
-    register: makes the message that registers this node.
-    is_alone: the node has no other gateway.
+    """A node's connection to one gateway.
+
+    Args:
+        mailbox: connected to the gateway.
+        address: ``host:port`` of its control socket.
+        register: makes the message that registers this node.
+        is_alone: the node has no other gateway.
 
     Attributes:
         incarnation: of the gateway process; empty while none has answered.

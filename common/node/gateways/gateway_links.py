@@ -169,8 +169,10 @@ class GatewayLinks:
         """Leave other links to a gateway that is heard over this one, which it answers on as the newest connection."""
         for other in [other for other in self._links if other is not link and other.incarnation == gateway]:
             log.error(
-                "%s and %s are addresses of one gateway, and %s is not used any more: name the gateway once",
-                *(other.address, link.address, other.address),
+                "%s and %s are addresses of the same gateway; no longer using %s, name the gateway once",
+                other.address,
+                link.address,
+                other.address,
             )
             self._duplicates.add(other.address)
             self._leave(other)
@@ -182,7 +184,7 @@ class GatewayLinks:
             return
         before = self._refusals.get(link.address)
         if before is None or before.reason != reason:
-            log.error("the gateway at %s refuses this node, and is asked again later: %s", link.address, reason)
+            log.error("the gateway at %s refuses this node; asking again later: %s", link.address, reason)
         self._refusals[link.address] = Refusal(reason, self._clock.now() + REFUSED_S)
         self._leave(link)
 

@@ -49,9 +49,11 @@ class OwnedRequest:
 
 
 class RequestOwners:
-    """Args:
-    orphan_timeout_s: how long requests with a key outlive their gateway, and how long their outputs are kept after
-        their end.
+    """The gateway of each request of a node, and the outputs of requests with a key.
+
+    Args:
+        orphan_timeout_s: how long requests with a key outlive their gateway, and how long their outputs are kept after
+            their end.
     """
 
     def __init__(self, orphan_timeout_s: float) -> None:
@@ -140,7 +142,7 @@ class RequestOwners:
     # ---- gateways that go and come ----------------------------------------------------------------------------------
 
     def lose(self, gateway: str, now: float) -> list[RequestKey]:
-        """A gateway is lost. Returns its requests without a key, which are to be ended."""
+        """A gateway is lost. Returns its requests without a key, which must be ended."""
         mine = [key for key, owned in self._requests.items() if owned.gateway == gateway]
         ended = [key for key in mine if not self._requests[key].digest]
         if len(ended) < len(mine):
@@ -150,7 +152,7 @@ class RequestOwners:
         return ended
 
     def reclaim(self, gateway: str) -> list[RequestKey]:
-        """A gateway has registered this node anew and dropped its requests here. Returns those to be ended."""
+        """A gateway has registered this node again and dropped its requests here. Returns those to be ended."""
         self._lost.pop(gateway, None)
         running = [key for key, owned in self._requests.items() if owned.gateway == gateway and owned.ended_at is None]
         for key in running:

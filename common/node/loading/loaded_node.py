@@ -54,7 +54,7 @@ class LoadedNode:
     """A node whose model is loaded, in one role after the other.
 
     Model, engine, KV pool and cache live as long as the process. Everything by which other processes know the node is
-    made anew for each role: incarnation, sockets, transport. So nothing that was meant for the last role can reach the
+    new for each role: incarnation, sockets, transport. So nothing that was meant for the last role can reach the
     next one, and other processes see a node that has gone and one that has come.
 
     Args:

@@ -65,21 +65,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
     """
     for name, value in SHAPE_CACHE.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
-    from common.engine.models.checkpoints.checkpoint import weight_files
-    from common.engine.models.checkpoints.weight_version import fingerprint
-    from common.engine.models.implementation import load_config
-    from common.engine.models.transformers_impl.config import TransformersConfig
-
-    find_checkpoint(config.model, config.revision)
-    log.info("loading %s", config.model)
-    model = with_context_length(config, load_config(_source(config)))
-    if isinstance(model, TransformersConfig):
-        log.info("transformers computes this model with its class %s", model.architecture)
-    version = config.weight_version or ("dummy" if model.has_dummy_weights else "")
-    version = version or fingerprint(weight_files(model.folder))
-    model = replace(model, weight_version="-".join([version, *formats(config, model)]))
-    if config.tokenizer:
-        model = replace(model, tokenizer_folder=find_tokenizer(config.tokenizer))
+    model = _load_model_config(config)
     device = rank_device(config)
     if config.tp > 1:
         check_ranks(model, config.tp, device)
@@ -96,7 +82,6 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
         crossover_tokens=model.crossover_tokens,
         window=model.window,
     )
-
     num_window_pages(config, groups, capacity, capacity.num_pages)  # refuses too few before the weights are read
     batch_sizes = _plan_graphs(config, model, layout, device, capacity)
     reserve = plan_reserve(config, model, layout, capacity, batch_sizes)
@@ -134,6 +119,26 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
     num_pages_made = executor.num_pages
     capacity = replace(capacity, num_pages=num_pages_made, num_slots=min(capacity.num_slots, num_pages_made))
     return model, executor, capacity
+
+
+def _load_model_config(config: NodeConfig) -> "BaseModelConfig":
+    """What the checkpoint and the options say about the model; no weights are loaded."""
+    from common.engine.models.checkpoints.checkpoint import weight_files
+    from common.engine.models.checkpoints.weight_version import fingerprint
+    from common.engine.models.implementation import load_config
+    from common.engine.models.transformers_impl.config import TransformersConfig
+
+    find_checkpoint(config.model, config.revision)
+    log.info("loading %s", config.model)
+    model = with_context_length(config, load_config(_source(config)))
+    if isinstance(model, TransformersConfig):
+        log.info("transformers computes this model with its class %s", model.architecture)
+    version = config.weight_version or ("dummy" if model.has_dummy_weights else "")
+    version = version or fingerprint(weight_files(model.folder))
+    model = replace(model, weight_version="-".join([version, *formats(config, model)]))
+    if config.tokenizer:
+        model = replace(model, tokenizer_folder=find_tokenizer(config.tokenizer))
+    return model
 
 
 def with_context_length(config: NodeConfig, model: "BaseModelConfig") -> "BaseModelConfig":

@@ -107,7 +107,7 @@ def _serve(channel: RankChannel, load: LoadModel, serve_transfers: ServeTransfer
     from common.engine.tensor_parallel.shard import Shard
 
     shard, device = Shard(load.rank, load.num_ranks), torch.device(load.device)
-    pool = KVPool(*(join.layout, join.num_pages, device), groups=join.groups, num_window_pages=join.num_window_pages)
+    pool = KVPool(join.layout, join.num_pages, device, groups=join.groups, num_window_pages=join.num_window_pages)
     group = open_group(FileStore(path_of(store), shard.size), shard, device, timeout_s=join.timeout_s)
     executor = RankExecutor(make_model(group), pool, load.attention)
     gc.collect()

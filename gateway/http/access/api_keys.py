@@ -159,7 +159,7 @@ def _signature(status: os.stat_result) -> tuple[int, ...]:
 def _entries(content: dict[str, Any], flag: str) -> list[_Entry]:
     tables = content.pop("key", [])
     if content or not isinstance(tables, list):
-        raise ConfigError(f"{flag} must consist of [[key]] tables; {next(iter(content), 'key')} is none")
+        raise ConfigError(f"{flag} must consist of [[key]] tables; {next(iter(content), 'key')} is not one")
     entries = []
     for number, table in enumerate(tables, 1):
         try:

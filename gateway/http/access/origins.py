@@ -15,8 +15,10 @@ _OWN = ("same-origin", "none")
 
 
 class AllowedOrigins:
-    """Args:
-    origins: origins whose pages may send requests; ``*`` for all.
+    """The origins whose pages may call the API from a browser.
+
+    Args:
+        origins: origins whose pages may send requests; ``*`` for all.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:

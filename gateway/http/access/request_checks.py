@@ -24,9 +24,11 @@ ANYONE = Caller(tenant="", is_admin=True)
 
 
 class RequestChecks:
-    """Args:
-    max_values: the most values that a body may have now; more get 413.
-    on_rejected: called with each error of a body.
+    """Checks the origin, the caller and the body of each request.
+
+    Args:
+        max_values: the most values that a body may have now; more get 413.
+        on_rejected: called with each error of a body.
     """
 
     def __init__(

@@ -16,4 +16,4 @@ def warn_of_open_file(described: str, mode: int) -> None:
         mode: of the file, as ``os.stat`` returns it.
     """
     if mode & OPEN_BITS:
-        log.warning("%s can be read or changed by other users; take that from them with chmod 600", described)
+        log.warning("%s can be read or changed by other users; restrict it with chmod 600", described)

@@ -91,10 +91,10 @@ def object_heads(tools: Sequence[Tool], arguments_key: str) -> list[str]:
     return [f'{{"name": {name}, "{arguments_key}": ' for name in names]
 
 
-def object_rules(tools: Sequence[Tool], arguments_key: str, *, required: bool) -> list[str]:
+def object_rules(tools: Sequence[Tool], *, required: bool) -> list[str]:
     """The rule ``object``: a call of one of the tools as a JSON object with its name and its arguments."""
     rules = [f"object: {alternatives('object', len(tools))}"]
-    heads = object_heads(tools, arguments_key)
+    heads = object_heads(tools, "arguments")
     for i, (tool, head) in enumerate(zip(tools, heads, strict=True)):
         rules.append(f"object_{i}: {literal(head)} arguments_{i} {literal('}')}")
         rules.append(f"arguments_{i}: {arguments(tool, required=required)}")

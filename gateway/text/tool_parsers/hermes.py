@@ -50,5 +50,5 @@ class HermesFormat(ToolFormat):
     ) -> str:
         rules = grammar.calls_or_text(BEGIN, separator="\n", parallel=parallel, required=required, token_ids=token_ids)
         rules.append(f'body: "\\n" object "\\n" {grammar.marker(END, token_ids)}')
-        rules += grammar.object_rules(tools, "arguments", required=required)
+        rules += grammar.object_rules(tools, required=required)
         return "\n".join(rules)

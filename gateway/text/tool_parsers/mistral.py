@@ -80,7 +80,7 @@ class MistralFormat(ToolFormat):
             more = f' (", " object){{0,{MAX_CALLS - 1}}}' if parallel else ""
             rules = grammar.calls_or_text(CALLS, separator="", parallel=False, required=required, token_ids=token_ids)
             rules.append(f'body: " "? "[" object{more} "]"')
-            return "\n".join(rules + grammar.object_rules(tools, "arguments", required=required))
+            return "\n".join(rules + grammar.object_rules(tools, required=required))
         rules = grammar.calls_or_text(CALLS, separator="", parallel=parallel, required=required, token_ids=token_ids)
         rules.append(f"body: {grammar.alternatives('body', len(tools))}")
         for i, tool in enumerate(tools):

@@ -99,7 +99,7 @@ class CudaIpcWriter(LocalWriter):
         try:
             shared = SharedPool.decode(pool_info)
         except ValueError as error:
-            raise AttachError(f"what {who} sent over its socket is no pool of cuda-ipc: {error}") from error
+            raise AttachError(f"what {who} sent over its socket is not a pool of cuda-ipc: {error}") from error
         if descriptors:
             raise AttachError(f"{who} handed over a file with its pool")
         try:
@@ -121,7 +121,7 @@ class CudaIpcWriter(LocalWriter):
             found = self._opener.get(allocation.at, NONCE_BYTES)
             self._opener.put(area, sent)
             if found != shared.nonce or self._opener.get(area, NONCE_BYTES) != sent:
-                raise AttachError(f"other bytes came from the GPU memory of {connect.name} than stand there")
+                raise AttachError(f"the bytes read from the GPU memory of {connect.name} are not those stored there")
         finally:
             self._opener.close_opened(allocation.at)
 

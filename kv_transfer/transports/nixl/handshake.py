@@ -60,7 +60,7 @@ class Handshake:
             while peer_state.num_probes:
                 yield
         if room.came_back(area) != probe:
-            raise ConnectionError("other bytes came back than were sent")
+            raise ConnectionError("the bytes that came back are not those that were sent")
 
     def _transfer_probe(self, peer_state: PeerState, operation: str, ours: tuple[int, int, int]) -> Write:
         nixl, there = self._agent.nixl, peer_state.endpoint.probe
@@ -168,7 +168,7 @@ def request_watch(peer_state: PeerState) -> bool:
     except OSError as error:
         watch_socket.close()
         _require_another_host(peer_state, str(error))
-        log.info("%s is not on this host (%s): our death does not fence its pages", peer_state.connect.name, error)
+        log.info("%s is on another host (%s): if we die, its pages stay in quarantine", peer_state.connect.name, error)
         return True
     try:
         watch_socket.send(bytes.fromhex(endpoint[2]))

@@ -89,7 +89,7 @@ class TcpReader(ReaderTransport):
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
         self._pending = PendingConnections(
-            *(listener, self._epoll, "the data port"), make=_PendingConnection, num_awaited=self._num_awaited
+            listener, self._epoll, "the data port", make=_PendingConnection, num_awaited=self._num_awaited
         )
         self._offers: dict[str, _Offer] = {}  # by peer
         self._permissions = WritePermissions()

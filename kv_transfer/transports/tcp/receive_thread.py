@@ -268,9 +268,9 @@ class ReceiveThread:
         header = frame[: PAGE.size]
         magic, num_bytes, page, given, *numbers = PAGE.unpack(header)
         if magic != PAGE_MAGIC or not self._page_seal.is_mine(header, frame[PAGE.size :]):
-            raise ConnectionError("a frame came that is not a page of this writer")
+            raise ConnectionError("received a frame that is not a page of this writer")
         if given != number:
-            raise ConnectionError(f"frame {given} came where frame {number} was expected")
+            raise ConnectionError(f"got frame {given} in place of frame {number}")
         page_slice, layout = PageSlice(*numbers), self._store.layout
         if (
             page >= self._store.num_pages

@@ -171,11 +171,11 @@ class _EntryExchange:
         is_entry = magic == ENTRY_MAGIC and 0 < key_bytes <= MAX_KEY_BYTES and value_bytes <= MAX_VALUE_BYTES
         is_made = magic == MADE_MAGIC and not key_bytes and not value_bytes
         if self._is_made_there or not (is_entry or is_made):
-            raise ConnectionError("a frame came that has no place while a group forms")
+            raise ConnectionError("received a frame that does not belong to the forming of a group")
         mac = self._exactly(MAC_BYTES)
         key, value = self._exactly(key_bytes), self._exactly(value_bytes)
         if not hmac.compare_digest(self._their_seal.mac(header + key + value), mac):
-            raise ConnectionError("a frame came that the peer did not send")
+            raise ConnectionError("received a frame that the peer did not send")
         if is_made:
             self._is_made_there = True
             return

@@ -207,7 +207,7 @@ class LaunchCounter(TorchDispatchMode):
         self._number: Tensor | None = None  # the last one that was made of a number of the host
 
     def begin(self) -> StepCounts:
-        """Begin to count anew, and return what was counted so far."""
+        """Start counting from zero, and return what was counted so far."""
         counted, self.counts = self.counts, StepCounts(Counter())
         return counted
 

@@ -248,8 +248,10 @@ class RunningGateway:
 
 @contextlib.asynccontextmanager
 async def running_gateway(max_queued: int, share: int) -> AsyncIterator[RunningGateway]:
-    """Args:
-    share: percent of a core that it gets at most; 0: all that it needs.
+    """Runs a gateway as a process.
+
+    Args:
+        share: percent of a core that it gets at most; 0: all that it needs.
     """
     words = [
         sys.executable, "-m", "gateway", "--model", SMALL_MODEL, "--served-model-name", SMALL_MODEL_NAME,

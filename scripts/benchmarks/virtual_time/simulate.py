@@ -53,8 +53,10 @@ TIMES = ("wall_s", "row_steps_per_minute")
 
 @dataclass(frozen=True, slots=True)
 class BestRound:
-    """Attributes:
-    results: the report of the simulation without its times.
+    """The fastest of several rounds.
+
+    Attributes:
+        results: the report of the simulation without its times.
     """
 
     name: str

@@ -144,9 +144,9 @@ class Reset(NetworkFault):
         await asyncio.to_thread(self._break, self.hosts(site), node, peer)
         broke = [
             re.compile(rf"decode node {re.escape(node.name)}\b.* (broke: |offers its pool again, in place )".encode()),
-            re.compile(rf"pages of prefill node {re.escape(peer.name)} cannot come now".encode()),
+            re.compile(rf"cannot receive pages from prefill node {re.escape(peer.name)} now".encode()),
         ]
-        attached = re.compile(rf"pages go to decode node {re.escape(node.name)} by (\w+)".encode())
+        attached = re.compile(rf"sending pages to decode node {re.escape(node.name)} by (\w+)".encode())
         what = f"data connections from {peer.name} to {node.name} {self.what}"
         while time.monotonic() - (noticed_at or began_at) < SWITCH_S:
             lines = [_written(log, num_bytes) for log, num_bytes in logs]

@@ -200,7 +200,7 @@ class Connection(asyncio.Protocol):
             self._end(exchange)  # unambiguous: no event of JSON contains an empty line
             return
         data = self._rest + b"".join(parts[self._num_followed :])
-        at, is_over = follow_chunks(data, 0)
+        at, is_over = follow_chunks(data)
         self._num_followed, self._rest = len(parts), data[at:]
         if at < 0:
             self._fail(exchange, "bad_http")

@@ -20,13 +20,14 @@ def chunk_size(line: bytes) -> int:
     return int(digits, 16) if 0 < len(digits) <= MAX_DIGITS and not digits.strip(HEX) else -1
 
 
-def follow_chunks(data: bytes, at: int) -> tuple[int, bool]:
-    """Skip complete chunks, beginning at offset ``at``.
+def follow_chunks(data: bytes) -> tuple[int, bool]:
+    """Skip complete chunks.
 
     Returns:
         Offset of the first incomplete chunk (-1 if the framing is invalid), and whether the last chunk is complete,
         trailers included.
     """
+    at = 0
     while True:
         line_end = data.find(b"\r\n", at)
         if line_end < 0:

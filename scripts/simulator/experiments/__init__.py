@@ -1,1 +1,1 @@
-"""Claims of papers as simulations that anybody can repeat (``simulate --experiment``)."""
+"""Claims of papers as simulations (``simulate --experiment``)."""

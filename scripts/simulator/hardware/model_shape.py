@@ -84,7 +84,7 @@ def find_shape(name_or_folder: str) -> ModelShape:
         names = ", ".join(KNOWN_MODELS)
         raise ConfigError(f"--model {name_or_folder} is neither {names} nor a folder with a config.json")
     if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{file}: more than {MAX_CONFIG_BYTES:,} bytes is no model's configuration")
+        raise ConfigError(f"{file}: more than {MAX_CONFIG_BYTES:,} bytes is not a model's configuration")
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -193,7 +193,7 @@ def _find_source(name_or_file: str) -> Accelerator | Profile:
     if not path.is_file():
         raise ConfigError(f"--hardware {name_or_file} is neither {', '.join(ACCELERATORS)} nor a file")
     if path.stat().st_size > MAX_FILE_BYTES:
-        raise ConfigError(f"--hardware {path}: more than {MAX_FILE_BYTES:,} bytes is no description of hardware")
+        raise ConfigError(f"--hardware {path}: more than {MAX_FILE_BYTES:,} bytes is not a description of hardware")
     try:
         text = path.read_bytes()
     except OSError as error:

@@ -81,7 +81,7 @@ def _shrink(evaluate: Evaluate, found: Found, goal: Goal, factor: float) -> Foun
         found = Found(*held)
 
 
-def best_settings(evaluate: Evaluate, starts: Iterable[Deployment], goal: Goal, *, factor: float = 1.0) -> Found | None:
+def best_settings(evaluate: Evaluate, starts: Iterable[Deployment], goal: Goal) -> Found | None:
     """The fewest devices over deployments of different settings, each from its own start.
 
     Of two with as many devices, the one with the higher share wins.
@@ -90,11 +90,11 @@ def best_settings(evaluate: Evaluate, starts: Iterable[Deployment], goal: Goal, 
     first: Deployment | None = None
     for start in sorted(starts, key=lambda one: one.num_devices):
         if best is None or first is None:
-            best, first = fewest(evaluate, start, goal, factor=factor), start
+            best, first = fewest(evaluate, start, goal), start
             continue
         bound = best.deployment.num_devices + 1
         guess = _within(_corrected(start, first, best.deployment), bound)
-        found = fewest(evaluate, guess, goal, factor=factor, below=bound) if guess else None
+        found = fewest(evaluate, guess, goal, below=bound) if guess else None
         if found is not None and _rank(found) < _rank(best):
             best = found
     return best

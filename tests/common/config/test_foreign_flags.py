@@ -151,6 +151,6 @@ def test_the_page_lists_every_flag_once() -> None:
     rows = re.findall(r"^\| `(--[^|]*) \| `(--[a-z-]+)` \|$", section["Aliases"], re.M)
     listed = {alias: flag for aliases, flag in rows for alias in re.findall(r"--[a-z-]+", aliases)}
     assert listed == {alias: "--" + name.replace("_", "-") for name in ALIASES for alias in aliases_of(name)}
-    for heading, flags in (("Switches without effect", ALWAYS_ON), ("Flags without an equal", NO_EQUAL)):
+    for heading, flags in (("Switches without effect", ALWAYS_ON), ("Flags without an equivalent", NO_EQUAL)):
         first_cells = re.findall(r"^\| (`--[^|]*) \|", section[heading], re.M)
         assert sorted(re.findall(r"--[a-z0-9-]+", " ".join(first_cells))) == sorted(flags)

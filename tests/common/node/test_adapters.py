@@ -191,11 +191,11 @@ def test_a_withdrawn_adapter_stays_until_every_registered_gateway_has_no_request
 def test_a_change_that_another_one_has_overtaken_is_refused(folder: Path) -> None:
     node = Node(folder)
     assert node.ask(LoadAdapter("a", "a", 5)) == ""
-    assert "has come later" in node.ask(UnloadAdapter("a", 4))
+    assert "has replaced this one" in node.ask(UnloadAdapter("a", 4))
     assert node.ask(LoadAdapter("a", "./a", 6)) == "", "the same content from another path"
     assert [(one.path, one.change) for one in node.adapters.listed] == [("./a", 6)]
     assert node.ask(UnloadAdapter("a", 7)) == ""
-    assert "has come later" in node.ask(LoadAdapter("a", "a", 6))
+    assert "has replaced this one" in node.ask(LoadAdapter("a", "a", 6))
     assert node.adapters.state == Adapters((), {"a": 7})
     assert node.ask(LoadAdapter("a", "a", 8)) == ""
     assert node.adapters.unloaded == {}
@@ -259,7 +259,7 @@ def test_an_adapter_that_is_unloaded_while_it_is_read_is_not_served(folder: Path
         assert node.ask(LoadAdapter("a", "a", 1)) == ""
     begin_two_loads(node)
     assert node.ask(UnloadAdapter("a", 3, 3)) == ""
-    late = "another change of the adapter a has come later; ask again"
+    late = "a later change of the adapter a has replaced this one; ask again"
     assert answers_of_two_loads(node) == [(1, late), (2, late)]
     assert node.adapters.state == Adapters((), {"a": 3})
 
@@ -267,7 +267,7 @@ def test_an_adapter_that_is_unloaded_while_it_is_read_is_not_served(folder: Path
 def test_an_unload_is_refused_if_a_later_load_is_under_way(folder: Path) -> None:
     node = Node(folder)
     begin_two_loads(node)
-    assert "has come later" in node.ask(UnloadAdapter("a", 1, 3))
+    assert "has replaced this one" in node.ask(UnloadAdapter("a", 1, 3))
     assert answers_of_two_loads(node) == [(1, ""), (2, "")]
     assert node.names == ["a"]
 

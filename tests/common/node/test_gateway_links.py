@@ -150,7 +150,7 @@ def test_a_gateway_with_two_addresses_keeps_one_link_and_an_error_names_both(cap
             links.on_registered(link, Registered(1, 1.0))
         assert list(links) == [second, other]
         [error] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-        assert "localhost:1 and 127.0.0.1:1 are addresses of one gateway" in error
+        assert "localhost:1 and 127.0.0.1:1 are addresses of the same gateway" in error
         links.follow_directory()
         assert list(links) == [second, other], "it is left for good"
         second.is_registered = False

@@ -355,12 +355,12 @@ def test_a_place_that_no_gateway_can_have_is_refused(text: str) -> None:
 
 
 def test_a_descriptor_that_is_no_listening_socket_is_refused() -> None:
-    with socket.socket() as idle, pytest.raises(ConfigError, match="no TCP socket that listens"):
+    with socket.socket() as idle, pytest.raises(ConfigError, match="not a listening TCP socket"):
         inherited_listener(socket.socket(fileno=socket.dup(idle.fileno())).detach())
     local = listen_at(GatewayGroup(secrets.token_hex(8), 0, 1).address(0))
-    with pytest.raises(ConfigError, match="no TCP socket that listens"):
+    with pytest.raises(ConfigError, match="not a listening TCP socket"):
         inherited_listener(local.detach())
-    with open("/dev/null") as file, pytest.raises(ConfigError, match="is no socket"):
+    with open("/dev/null") as file, pytest.raises(ConfigError, match="is not a socket"):
         inherited_listener(file.fileno())
 
 

@@ -154,15 +154,15 @@ def changed(true: SharedPool, **fields: object) -> bytes:
 
 
 CHANGES: list[tuple[Callable[[SharedPool], bytes], str]] = [
-    (lambda true: true.encode()[:-1], "is no pool of cuda-ipc: "),
-    (lambda true: true.encode() + b"!", "is no pool of cuda-ipc: "),
-    (lambda true: b"", "is no pool of cuda-ipc: 0 bytes"),
+    (lambda true: true.encode()[:-1], "is not a pool of cuda-ipc: "),
+    (lambda true: true.encode() + b"!", "is not a pool of cuda-ipc: "),
+    (lambda true: b"", "is not a pool of cuda-ipc: 0 bytes"),
     (lambda true: changed(true, offset=true.offset + 101), "reaches beyond its GPU memory"),
     (lambda true: changed(true, offset=2**64 - 1), "reaches beyond its GPU memory"),
     (lambda true: changed(true, pool=b"\1" * HANDLE_BYTES), "cannot be opened"),
     (lambda true: changed(true, probe=b"\1" * HANDLE_BYTES), "cannot be opened"),
-    (lambda true: changed(true, probe=true.pool), "other bytes came"),
-    (lambda true: changed(true, nonce=b"\1" * NONCE_BYTES), "other bytes came"),
+    (lambda true: changed(true, probe=true.pool), "are not those stored there"),
+    (lambda true: changed(true, nonce=b"\1" * NONCE_BYTES), "are not those stored there"),
     (lambda true: changed(true, device=b"\1" * UUID_BYTES), "does not see the GPU"),
 ]
 

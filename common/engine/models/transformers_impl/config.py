@@ -222,7 +222,7 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
             ) from error
         raise UnsupportedModelError(f"{folder}: transformers cannot read config.json ({_first_line(error)})") from error
     if unused := sorted(set(unused) & set(overrides)):
-        raise ConfigError(f"--hf-overrides: {', '.join(unused)} is no key of this model's config.json")
+        raise ConfigError(f"--hf-overrides: {', '.join(unused)} is not a key of this model's config.json")
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -441,7 +441,8 @@ def _warn_of_code(kind: str, auto_map: object, folder: Path) -> None:
     if isinstance(auto_map, dict) and auto_map.get(kind):
         log.warning(
             "--trust-remote-code: Python code of %s (%s) runs in this process, with the rights of its user",
-            *(folder, auto_map[kind]),
+            folder,
+            auto_map[kind],
         )
 
 

@@ -129,7 +129,7 @@ class TpPlan:
         given = self._styles.get(_without_numbers(name))
         style = self._style(name, given)
         if style.divided and type(module) is not nn.Linear:
-            raise self._refusal(f"its plan divides {name}, which is no plain linear layer")
+            raise self._refusal(f"its plan divides {name}, which is not a plain linear layer")
         if style.joined:
             self._joined[name] = style
         for own, parameter in module.named_parameters(recurse=False):

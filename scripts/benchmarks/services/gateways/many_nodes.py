@@ -87,8 +87,10 @@ class Link:
 
 
 class SimulatedNode:
-    """Args:
-    room: requests that it runs at once.
+    """A node without an engine.
+
+    Args:
+        room: requests that it runs at once.
     """
 
     def __init__(self, role: Role, name: str, room: int, process: "NodeProcess") -> None:

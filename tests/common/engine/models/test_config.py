@@ -84,7 +84,7 @@ def test_overrides_of_keys_that_the_family_does_not_have_are_refused(folder: Pat
     for known in ({"num_hidden_layers": 1}, {"mlp_bias": True}, {"head_dim": 32}, {"use_cache": False}):
         ModelConfig.load(str(folder), overrides=known)
     for unknown in ("max_positions", "moe_intermediate_size"):
-        with pytest.raises(ConfigError, match=f"--hf-overrides: {unknown} is no key of this model's config.json"):
+        with pytest.raises(ConfigError, match=f"--hf-overrides: {unknown} is not a key of this model's config.json"):
             ModelConfig.load(str(folder), overrides={unknown: 64, "mlp_bias": True})
 
 

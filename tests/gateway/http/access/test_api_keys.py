@@ -63,9 +63,9 @@ def test_a_file_without_keys_lets_nobody_in(path):
     [
         ("[[key]", "is not valid TOML"),
         ("key = " + "[" * 100_000, "is not valid TOML: it is nested too deeply"),
-        ("key = 'secret'", r"must consist of \[\[key\]\] tables; key is none"),
-        ("[key]\nhash = 'secret'", r"must consist of \[\[key\]\] tables; key is none"),
-        ("keys = []", "keys is none"),
+        ("key = 'secret'", r"must consist of \[\[key\]\] tables; key is not one"),
+        ("[key]\nhash = 'secret'", r"must consist of \[\[key\]\] tables; key is not one"),
+        ("keys = []", "keys is not one"),
         ("key = ['secret']", r"\[\[key\]\] 1: Expected object, got str"),
         ("[[key]]\ntenant = 'a'", r"\[\[key\]\] 1: Object missing required field hash"),
         (f"[[key]]\nhash = '{K1}'\n[[key]]\nhash = 'secret'", r"\[\[key\]\] 2: hash must be sha256: and 64"),

@@ -151,7 +151,7 @@ async def _noop():
 
 @pytest.mark.parametrize(("given", "lacking"), [("tls_cert", "--tls-key"), ("tls_key", "--tls-cert")])
 def test_a_certificate_needs_its_key_and_a_key_its_certificate(given, lacking):
-    with pytest.raises(ConfigError, match=f"needs {lacking} beside it"):
+    with pytest.raises(ConfigError, match=f"needs {lacking} too"):
         GatewayConfig(**{given: "x.pem"})
 
 

@@ -105,5 +105,9 @@ def log_memory(
     """Log what the matrices take in the files and once they are decoded to ``dtype``, both in bytes."""
     log.info(
         "quantized checkpoint (%s): %d matrices of %.2f GB take %.2f GB as %s, before --weight-dtype rounds them",
-        *(quantization.description, num_matrices, in_files / 1e9, decoded / 1e9, str(dtype).removeprefix("torch.")),
+        quantization.description,
+        num_matrices,
+        in_files / 1e9,
+        decoded / 1e9,
+        str(dtype).removeprefix("torch."),
     )

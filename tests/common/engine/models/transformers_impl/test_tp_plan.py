@@ -225,7 +225,7 @@ def test_numbers_that_ranks_do_not_divide_are_refused(
     ("plan", "words"),
     [
         ({"layers.*.mlp.up_proj": "sequence_parallel"}, "in the style sequence_parallel, which Baton does not know"),
-        ({"layers.*.mlp": "colwise"}, r"model\.layers\.0\.mlp, which is no plain linear layer"),
+        ({"layers.*.mlp": "colwise"}, r"model\.layers\.0\.mlp, which is not a plain linear layer"),
         ({"layers.*.self_attn.q_proj": "colwise"}, "--tp 2: .*cannot be served: its forward pass over pages fails"),
         (
             {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"},
