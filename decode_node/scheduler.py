@@ -144,9 +144,9 @@ class DecodeScheduler:
             preemptor=self._preemptor,
         )
         self.decisions = self._queue.decisions
-        self._totals = {
-            "budget_rows": 0, "budget_rows_used": 0, "resumed_tokens_computed": 0, "prompt_tokens_computed": 0,
-        }  # fmt: skip
+        self._totals = dict.fromkeys(
+            ("budget_rows", "budget_rows_used", "resumed_tokens_computed", "prompt_tokens_computed"), 0
+        )
         self._steps: OutstandingSteps[Step] = OutstandingSteps(allocator)
         self._joining: dict[RequestKey, Request] = {}  # in slots that no plan has told the executor of yet
         self._stopping: dict[RequestKey, Request] = {}  # to be taken out of the batch; no further step computes them
