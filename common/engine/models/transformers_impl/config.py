@@ -251,6 +251,8 @@ def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path
         reason = "it has parts beside the language model, such as vision or audio; only text models are served"
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
         reason = "transformers has no class for text generation with it"
+    elif not getattr(config, "is_causal", True):
+        reason = "its tokens see later tokens (is_causal)"
     elif "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         reason = "its layers attend within chunks, and no attention backend does"
     elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -371,6 +371,14 @@ def test_a_model_that_pages_cannot_serve_is_refused_with_the_reason(
         TransformersConfig.load(str(tmp_path))
 
 
+def test_a_decoder_whose_tokens_see_later_tokens_is_refused_by_both_implementations(tmp_path: Path) -> None:
+    write_config(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "is_causal": False}))
+    with pytest.raises(UnsupportedModelError, match=r"is_causal false .* its tokens see later tokens \(is_causal\)"):
+        load_config(ModelSource(str(tmp_path)))
+
+
 def test_weights_of_another_kind_of_model_are_refused(tmp_path: Path) -> None:
     write_config(tmp_path, "olmo", architecture="OlmoForSequenceClassification")
     with pytest.raises(UnsupportedModelError, match="OlmoForSequenceClassification cannot be served: its weights are"):
