@@ -105,9 +105,8 @@ def _parse_gptq(config: dict[str, Any], folder: Path) -> CheckpointQuantization:
     _, form = found = _form(config, "checkpoint_format", "format", default="gptq")
     if form not in ("gptq", "gptq_v2"):
         raise _refusal(folder, "gptq", f"{' '.join(found)}; only gptq and gptq_v2 are")
-    is_symmetric = config.get("sym") is True
     return CheckpointQuantization(
-        "gptq", f"GPTQ, {bits} bits", has_zeros_less_one=form == "gptq", is_symmetric=is_symmetric
+        "gptq", f"GPTQ, {bits} bits", has_zeros_less_one=form == "gptq", is_symmetric=bool(config.get("sym", True))
     )
 
 

@@ -146,9 +146,12 @@ def gptq_of_sevens(word: int, num_groups: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.parametrize("given", [{"sym": True}, {}], ids=["named", "by default"])
 @pytest.mark.parametrize("word", [0x77777777, 0x88888888], ids=["less 1", "as they are"])
-def test_zero_points_of_symmetric_gptq_are_in_the_middle_however_they_are_stored(word: int) -> None:
-    quantization = parse_quantization({"quant_method": "gptq", "bits": 4, "sym": True}, Path())
+def test_zero_points_of_symmetric_gptq_are_in_the_middle_however_they_are_stored(
+    word: int, given: dict[str, bool]
+) -> None:
+    quantization = parse_quantization({"quant_method": "gptq", "bits": 4, **given}, Path())
     assert quantization is not None
     assert decode_gptq(gptq_of_sevens(word, 1), (8, 8), quantization).unique().tolist() == [-1]
 
