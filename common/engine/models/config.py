@@ -289,6 +289,8 @@ def _known_family(config: dict[str, Any], folder: Path) -> Family:
 def _refuse_what_is_not_served(config: dict[str, Any], folder: Path) -> None:
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(f"{folder}: hidden_act {config['hidden_act']} is not supported; only silu is")
+    if not config.get("is_causal", True):
+        raise UnsupportedModelError(f"{folder}: is_causal false is not supported: a token must not see later ones")
 
 
 def _refuse_windows(config: dict[str, Any], family: Family, folder: Path) -> None:
@@ -397,6 +399,8 @@ def parse_rope(config: dict[str, Any], max_positions: int, folder: Path, default
             raise UnsupportedModelError(f"{folder}: partial_rotary_factor is not supported; only the whole head is")
     number = Numbers(rope, folder)
     theta = number.real("rope_theta")
+    if kind == "yarn" and theta <= 1:
+        raise ConfigError(f"{folder}/config.json: rope_theta should be above 1 with rope type yarn, not {theta:g}")
     if kind == "llama3":
         return RopeConfig(theta, _parse_llama3(number, max_positions))
     return RopeConfig(theta, _parse_yarn(rope, number, max_positions) if kind == "yarn" else None)

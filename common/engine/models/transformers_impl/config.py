@@ -5,6 +5,7 @@ is made on the meta device, without memory for weights, and runs two tokens thro
 notes how it is called. This module imports transformers, and with it torch, when it is used.
 """
 
+import copy
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,8 @@ TESTED = frozenset(
         "Starcoder2ForCausalLM",
     }
 )
+#: Keys of config.json that ``rope_parameters`` has replaced.
+_OLD_ROPE_KEYS = ("rope_theta", "rope_scaling")
 #: Keywords of attention functions that the backends of Baton understand.
 _UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 #: Keywords that say what holds anyway, or nothing about the result of attention.
@@ -206,13 +209,15 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
     library_logging.disable_default_handler()  # Baton's log takes its messages
     library_logging.enable_propagation()
     library_logging.disable_progress_bar()
+    rope = {key: value for key, value in overrides.items() if key in _OLD_ROPE_KEYS}
+    others = {key: value for key, value in overrides.items() if key not in rope}
     try:
         config, unused = AutoConfig.from_pretrained(
             folder,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             return_unused_kwargs=True,
-            **overrides,
+            **copy.deepcopy(others),  # it changes dictionaries
         )
     except Exception as error:  # the library's code, and that of checkpoints, may raise anything
         if not trust_remote_code and _needs_code({**read_json(folder / "config.json"), **overrides}):
@@ -223,9 +228,29 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
         raise UnsupportedModelError(f"{folder}: transformers cannot read config.json ({_first_line(error)})") from error
     if unused := sorted(set(unused) & set(overrides)):
         raise ConfigError(f"--hf-overrides: {', '.join(unused)} is not a key of this model's config.json")
+    if rope:
+        _override_rope(config, rope)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+def _override_rope(config: Any, given: Mapping[str, Any]) -> None:
+    """Change the rope parameters by their older keys, which the library itself understands in files only.
+
+    Raises:
+        ConfigError: the model has none, or some for each type of layer.
+    """
+    now = rope_parameters(config)
+    if now != [getattr(config, "rope_parameters", None)]:
+        what = "has rope_parameters for each type of layer; give these" if now else "has no rotary embedding"
+        raise ConfigError(f"--hf-overrides: {', '.join(given)} cannot be changed: this model {what}")
+    kept = {key: now[0][key] for key in ("rope_theta", "partial_rotary_factor") if key in now[0]}
+    changed = {**kept, **(given.get("rope_scaling") or now[0])}
+    if "rope_theta" in given:
+        changed["rope_theta"] = given["rope_theta"]
+    config.rope_parameters = changed
+    config.standardize_rope_params()
 
 
 def _needs_code(stored: Mapping[str, Any]) -> bool:
@@ -251,6 +276,8 @@ def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path
         reason = "it has parts beside the language model, such as vision or audio; only text models are served"
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
         reason = "transformers has no class for text generation with it"
+    elif not getattr(config, "is_causal", True):
+        reason = "its tokens see later tokens (is_causal)"
     elif "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         reason = "its layers attend within chunks, and no attention backend does"
     elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -200,6 +200,7 @@ def test_the_digest_depends_on_configuration_and_shapes_not_on_the_folder(folder
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "type of layer.*one for all"),
         ({"hidden_act": "gelu"}, "gelu.*silu"),
+        ({"is_causal": False}, "is_causal"),
     ],
 )
 def test_an_unsupported_setting_is_refused_by_name(folder: Path, changes: dict[str, Any], words: str) -> None:
@@ -256,6 +257,7 @@ def test_qwen2s_window_counts_only_if_it_is_enabled(tmp_path: Path) -> None:
         ({"vocab_size": 2**40}, "vocab_size should be a positive integer up to 2147483647, not 1099511627776"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps should be a positive number, not nan"),
         ({"rope_theta": 10**400, "rope_parameters": None}, "rope_theta should be a positive number up to 1.79"),
+        ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, "rope_theta should be above 1 with rope type yarn, not 1"),
         ({"rope_parameters": {**YARN, "factor": 1e30}}, "factor should be a positive number up to 8388607.996"),
         ({"eos_token_id": math.inf}, "eos_token_id .* a token id or a list of token ids, not inf"),
         ({"eos_token_id": [5, 1.5]}, "eos_token_id .* a token id or a list of token ids, not 1.5"),

@@ -33,12 +33,14 @@ class CheckpointQuantization:
         description: for the log.
         block: rows and columns of a matrix that share a scale; None: a scale is for a matrix, a row, or a group of one.
         has_zeros_less_one: whether zero points are stored less 1.
+        is_symmetric: whether all zero points are half of the range; said of GPTQ alone.
     """
 
     method: str
     description: str
     block: tuple[int, int] | None = None
     has_zeros_less_one: bool = False
+    is_symmetric: bool = False
 
     def matrix_of(self, name: str) -> tuple[str, str] | None:
         """Return the matrix that a tensor might belong to, and which of its tensors it is; None for other tensors."""
@@ -103,7 +105,9 @@ def _parse_gptq(config: dict[str, Any], folder: Path) -> CheckpointQuantization:
     _, form = found = _form(config, "checkpoint_format", "format", default="gptq")
     if form not in ("gptq", "gptq_v2"):
         raise _refusal(folder, "gptq", f"{' '.join(found)}; only gptq and gptq_v2 are")
-    return CheckpointQuantization("gptq", f"GPTQ, {bits} bits", has_zeros_less_one=form == "gptq")
+    return CheckpointQuantization(
+        "gptq", f"GPTQ, {bits} bits", has_zeros_less_one=form == "gptq", is_symmetric=bool(config.get("sym", True))
+    )
 
 
 def _parse_compressed(config: dict[str, Any], folder: Path) -> CheckpointQuantization:

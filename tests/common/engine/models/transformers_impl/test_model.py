@@ -21,7 +21,7 @@ from common.config.shared import SMALL_MODEL
 from common.engine.executor import TorchExecutor, load_executor
 from common.engine.models.implementation import ModelSource, load_config
 from common.engine.models.transformers_impl import check as transformers_check
-from common.engine.models.transformers_impl.config import TESTED, TransformersConfig
+from common.engine.models.transformers_impl.config import TESTED, TransformersConfig, load_library_config
 from common.engine.models.transformers_impl.experts import PackedExperts, can_pack
 from common.engine.models.transformers_impl.model import PackedLinear, TransformersModel
 from common.errors import ConfigError, UnsupportedModelError
@@ -312,6 +312,36 @@ def test_overrides_change_the_configuration_and_unknown_ones_are_refused(tmp_pat
         load_config(ModelSource(folder, overrides={"num_layerz": 2}))
 
 
+def test_rope_is_overridden_by_its_older_keys_too(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path / "glm", "GlmForCausalLM", rope_parameters={"rope_theta": 500.0})
+
+    def overridden(**overrides: Any) -> dict[str, Any]:
+        config = load_library_config(folder, overrides, trust_remote_code=False)
+        found: dict[str, Any] = config.rope_parameters
+        return found
+
+    plain = overridden()
+    assert plain["partial_rotary_factor"] == 0.5
+    assert overridden(rope_theta=7.0) == {**plain, "rope_theta": 7.0}
+    scaling = {"type": "yarn", "factor": 4.0}
+    expected = {**plain, **scaling, "rope_type": "yarn", "original_max_position_embeddings": 1024}
+    assert overridden(rope_scaling=scaling) == expected
+    assert overridden(rope_scaling=scaling, rope_theta=7.0) == {**expected, "rope_theta": 7.0}
+    assert scaling == {"type": "yarn", "factor": 4.0}
+    config = load_config(ModelSource(str(folder), overrides={"rope_scaling": scaling}))
+    assert config.context_length == 4096
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [("Gemma3ForCausalLM", "for each type of layer; give these"), ("GPT2LMHeadModel", "has no rotary embedding")],
+)
+def test_rope_that_the_older_keys_do_not_fit_is_not_overridden(tmp_path: Path, architecture: str, words: str) -> None:
+    folder = make_library_model(tmp_path, architecture)
+    with pytest.raises(ConfigError, match=f"--hf-overrides: rope_theta cannot be changed: this model .*{words}"):
+        load_config(ModelSource(str(folder), overrides={"rope_theta": 7.0}))
+
+
 def test_a_missing_tensor_is_an_error_and_not_noise(tmp_path: Path) -> None:
     folder = make_library_model(tmp_path, "OlmoForCausalLM")
     from safetensors.torch import load_file
@@ -369,6 +399,14 @@ def test_a_model_that_pages_cannot_serve_is_refused_with_the_reason(
     write_config(tmp_path, model_type)
     with pytest.raises(UnsupportedModelError, match=f"cannot be served: .*{words}"):
         TransformersConfig.load(str(tmp_path))
+
+
+def test_a_decoder_whose_tokens_see_later_tokens_is_refused_by_both_implementations(tmp_path: Path) -> None:
+    write_config(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "is_causal": False}))
+    with pytest.raises(UnsupportedModelError, match=r"is_causal false .* its tokens see later tokens \(is_causal\)"):
+        load_config(ModelSource(str(tmp_path)))
 
 
 def test_weights_of_another_kind_of_model_are_refused(tmp_path: Path) -> None:

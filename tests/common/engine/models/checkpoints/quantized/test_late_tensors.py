@@ -72,7 +72,7 @@ def test_a_tensor_that_cannot_be_decoded_is_an_error_that_names_the_matrix(tmp_p
     _, quantized = make_pair(tmp_path, "gptq, 4 bits", "OlmoForCausalLM")
     file = quantized / "model.safetensors"
     tensors = load_file(file)
-    tensors["model.layers.1.mlp.down_proj.g_idx"] = torch.zeros(3, dtype=torch.int32)
+    tensors["model.layers.1.mlp.down_proj.g_idx"] = torch.ones(3, dtype=torch.int32)
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.down_proj"):
         load(quantized)

@@ -136,6 +136,33 @@ def test_a_zero_point_of_0_borrows_from_the_next_one_in_the_first_form_of_gptq()
     assert decode_gptq(parts, (8, 8), quantization)[:, 0].tolist() == [7, 2, 6, 6, 6, 6, 6, 6]
 
 
+def gptq_of_sevens(word: int, num_groups: int) -> dict[str, Tensor]:
+    """Return eight outputs of eight inputs for each group; the scale of the first group is 1, of the second 2, ..."""
+    signed = word - (1 << 32) if word >> 31 else word
+    return {
+        "qweight": torch.full((num_groups, 8), 0x77777777, dtype=torch.int32),
+        "qzeros": torch.full((num_groups, 1), signed, dtype=torch.int32),
+        "scales": torch.arange(1, num_groups + 1)[:, None].repeat(1, 8).half(),
+    }
+
+
+@pytest.mark.parametrize("given", [{"sym": True}, {}], ids=["named", "by default"])
+@pytest.mark.parametrize("word", [0x77777777, 0x88888888], ids=["less 1", "as they are"])
+def test_zero_points_of_symmetric_gptq_are_in_the_middle_however_they_are_stored(
+    word: int, given: dict[str, bool]
+) -> None:
+    quantization = parse_quantization({"quant_method": "gptq", "bits": 4, **given}, Path())
+    assert quantization is not None
+    assert decode_gptq(gptq_of_sevens(word, 1), (8, 8), quantization).unique().tolist() == [-1]
+
+
+def test_groups_of_gptq_are_in_order_where_the_group_of_every_input_is_stored_as_0() -> None:
+    quantization = parse_quantization({"quant_method": "gptq", "bits": 4, "desc_act": False}, Path())
+    assert quantization is not None
+    parts = {**gptq_of_sevens(0x77777777, 2), "g_idx": torch.zeros(16, dtype=torch.int32)}
+    assert decode_gptq(parts, (8, 16), quantization)[0].tolist() == [-1] * 8 + [-2] * 8
+
+
 def test_the_form_of_gptq_may_be_named_as_transformers_5_writes_it(tmp_path: Path) -> None:
     plain, quantized = make_pair(tmp_path, "gptq v2", num_hidden_layers=1)
     rewrite(quantized, checkpoint_format=None, format="GPTQ_V2")
