@@ -78,6 +78,7 @@ class OutputStream(msgspec.Struct, eq=False):
         wake: called with the stream whenever there is something new to read.
         on_gap: called with the mean time between tokens, in seconds, and how many tokens came in it.
         x_request_id: header of the HTTP answer.
+        created: Unix time at which the request came, which the answers to it and to its retries show.
 
     Attributes:
         ids, logprobs: every output token so far.
@@ -108,6 +109,7 @@ class OutputStream(msgspec.Struct, eq=False):
     on_gap: Callable[[float, int], None] | None = None
     x_request_id: str = ""
     trace: TraceContext | None = None
+    created: int = 0
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     pieces: list[OutputPiece] = field(default_factory=list)

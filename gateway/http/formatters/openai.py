@@ -1,6 +1,5 @@
 """Formats answers and stream chunks of OpenAI's completions and chat completions."""
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +61,8 @@ class _OpenAIFormatter(ResponseFormatter):
 
     def __init__(self, model: ServedModel, body: CompletionRequest | ChatCompletionRequest, request_id: str) -> None:
         self._tokenizer = model.tokenizer
-        self._head = {"id": request_id, "object": "", "created": int(time.time()), "model": model.asked_name}
+        self._request_id = request_id
+        self._model_name = model.asked_name
         options = body.stream_options or NO_OPTIONS
         self._with_usage = bool(options.include_usage)  # at the end of a stream ...
         self._with_usage_each = bool(options.continuous_usage_stats)  # ... and also in each chunk
@@ -99,17 +99,21 @@ class _OpenAIFormatter(ResponseFormatter):
         """The bytes that end a stream."""
         if not self._with_usage:
             return DONE
-        return sse_event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage(outputs)}) + DONE
+        return sse_event({**self._head(outputs, self.chunk_kind), "choices": [], "usage": usage(outputs)}) + DONE
 
     def _chunk(self, choices: list[dict[str, Any]], outputs: Sequence[OutputStream]) -> bytes:
-        chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
+        chunk = {**self._head(outputs, self.chunk_kind), "choices": choices}
         if self._with_usage:
             chunk["usage"] = usage(outputs) if self._with_usage_each else None
         return sse_event(chunk)
 
     def answer(self, outputs: Sequence[OutputStream]) -> dict[str, Any]:
         choices = [self._choice(output) for output in outputs]
-        return {**self._head, "object": self.kind, "choices": choices, "usage": usage(outputs)}
+        return {**self._head(outputs, self.kind), "choices": choices, "usage": usage(outputs)}
+
+    def _head(self, outputs: Sequence[OutputStream], kind: str) -> dict[str, Any]:
+        """The fields that begin an answer or a chunk."""
+        return {"id": self._request_id, "object": kind, "created": outputs[0].created, "model": self._model_name}
 
     def _has_content(self, output: OutputStream, delta: Delta) -> bool:
         """Whether a delta shows something of the answer."""

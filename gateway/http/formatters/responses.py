@@ -1,6 +1,5 @@
 """Formats answers and stream events of OpenAI's Responses API."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -258,11 +257,13 @@ class ResponsesFormatter(ResponseFormatter):
         return {"token": token_text(piece), "bytes": list(piece)}
 
     def _response(self, output: OutputStream, status: str) -> dict[str, Any]:
+        self._head["created_at"] = output.created
         sampling = output.request.sampling
+        completed_at = output.created + int(output.ended_at - output.started_at)
         return {
             **self._head,
             "status": status,
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": completed_at if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._builder.items,
             "temperature": sampling.temperature,
@@ -300,7 +301,7 @@ def _head(model: str, body: ResponsesRequest, request_id: str, *, is_stored: boo
     return {
         "id": request_id,
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": 0,  # set with the first event
         "background": False,
         "error": None,
         "instructions": body.instructions,
