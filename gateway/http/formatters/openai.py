@@ -1,15 +1,19 @@
 """Formats answers and stream chunks of OpenAI's completions and chat completions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from common.sampling_params import TokenLogprobs
 from gateway.http.formatters.common import (
     DONE,
     ResponseFormatter,
+    as_json,
     encode_json,
     finite,
+    json_list,
     prompt_logprob_entries,
     sse_event,
     token_logprobs,
@@ -17,6 +21,7 @@ from gateway.http.formatters.common import (
 )
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, StreamOptions
 from gateway.requests.output_processor import Delta, OutputStream
+from gateway.requests.packed_logprobs import PackedLogprobs, unpack_logprobs
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.output_parser import OutputPiece, ReasoningPiece, TextPiece, ToolCallBegin, joined
 from gateway.workers.served_models import ServedModel
@@ -107,9 +112,10 @@ class _OpenAIFormatter(ResponseFormatter):
             chunk["usage"] = usage(outputs) if self._with_usage_each else None
         return sse_event(chunk)
 
-    def answer(self, outputs: Sequence[OutputStream]) -> dict[str, Any]:
-        choices = [self._choice(output) for output in outputs]
-        return {**self._head(outputs, self.kind), "choices": choices, "usage": usage(outputs)}
+    def answer(self, outputs: Sequence[OutputStream]) -> Iterator[bytes]:
+        yield encode_json(self._head(outputs, self.kind)).removesuffix(b"}") + b',"choices":'
+        yield from json_list(map(self._choice, outputs))
+        yield b',"usage":%b}' % encode_json(usage(outputs))
 
     def _head(self, outputs: Sequence[OutputStream], kind: str) -> dict[str, Any]:
         """The fields that begin an answer or a chunk."""
@@ -179,21 +185,27 @@ class CompletionFormatter(_OpenAIFormatter):
     def _logprobs(self, output: OutputStream, delta: Delta) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        entries = list(zip(delta.ids, delta.logprobs, strict=False))
+        packed = list(zip(delta.ids, delta.logprobs, strict=False))
         offsets: list[int] = []
         if delta.first == 0:
             prompt = prompt_logprob_entries(output)
             offsets += self._prompt_offsets(output, [token for token, _ in prompt])
-            entries = prompt + entries
+            packed = prompt + packed
             request = output.request
             self._offsets[output.number] = self._text_offset(output, request.text_offset, request.text_before)
         position = self._offsets[output.number]
         offsets += [position.advance(token) for token in delta.ids]
+        values: list[float | None] = []
+        tops: list[msgspec.Raw | None] = []
+        for token, one in packed:
+            entry = None if one is None else unpack_logprobs(one)
+            values.append(None if entry is None else finite(entry.token))
+            tops.append(None if entry is None else as_json(self._tops(token, entry)))
         return {
             "text_offset": offsets,
-            "token_logprobs": [None if entry is None else finite(entry.token) for _, entry in entries],
-            "tokens": [self._token_text(token) for token, _ in entries],
-            "top_logprobs": [None if entry is None else self._tops(token, entry) for token, entry in entries],
+            "token_logprobs": values,
+            "tokens": [self._token_text(token) for token, _ in packed],
+            "top_logprobs": tops,
         }
 
     def _text_offset(self, output: OutputStream, offset: int, before: Sequence[int] = ()) -> _TextOffset:
@@ -296,13 +308,13 @@ class ChatFormatter(_OpenAIFormatter):
             "function": {"name": piece.name, "arguments": ""},
         }
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any] | None:
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[PackedLogprobs | None]) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
         content = []
-        for token, entry in zip(ids, logprobs, strict=False):
-            if entry is not None:
-                content.append(token_logprobs(entry, token, self._shown_token))
+        for token, packed in zip(ids, logprobs, strict=False):
+            if packed is not None:
+                content.append(token_logprobs(packed, token, self._shown_token))
         return {"content": content, "refusal": None}
 
     def _shown_token(self, token: int) -> dict[str, Any]:

@@ -294,7 +294,8 @@ async def test_offsets_point_into_the_text_however_it_is_streamed(stack):
             chunk = json.loads(formatter.chunk(output, output.take()).removeprefix(b"data: "))
             offsets += chunk["choices"][0]["logprobs"]["text_offset"]
             tokens += chunk["choices"][0]["logprobs"]["tokens"]
-        whole = CompletionFormatter(model, body, "r").answer([output])["choices"][0]["logprobs"]
+        answer = json.loads(b"".join(CompletionFormatter(model, body, "r").answer([output])))
+        whole = answer["choices"][0]["logprobs"]
         assert (whole["text_offset"], whole["tokens"]) == (offsets, tokens)
         assert len(offsets) == len(ids) + (len(prompt_ids) if is_echo else 0)
         assert offsets == sorted(offsets)

@@ -69,8 +69,7 @@ def streamed(tokenizer, **options):
     for index in range(NUM_OUTPUT):
         output.on_tokens(token_message(index), 1.0)
         events.append(json.loads(format_.chunk(output, output.take()).removeprefix(b"data: ")))
-    answer = formatter(Shown(), is_incremental=False).answer([output])
-    return events, json.loads(json.dumps(answer))
+    return events, json.loads(b"".join(formatter(Shown(), is_incremental=False).answer([output])))
 
 
 def test_each_event_shows_all_log_probabilities_so_far_and_each_is_formatted_once():
