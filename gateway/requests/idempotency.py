@@ -9,7 +9,6 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -246,7 +245,7 @@ class IdempotencyStore:
 
 def _num_bytes(stream: OutputStream) -> int:
     request = stream.request
-    logprobs = [packed for packed in chain(stream.prompt_logprobs, stream.logprobs) if packed is not None]
+    logprobs = [*stream.prompt_logprobs, *stream.logprobs]
     return (
         OUTPUT_BYTES
         + PROMPT_TOKEN_BYTES * len(request.prompt)

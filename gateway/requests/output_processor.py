@@ -15,8 +15,8 @@ from msgspec import field
 from common.errors import RequestError
 from common.stage_spans import StageSpan
 from common.wire.messages import Tokens
+from common.wire.packed_logprobs import PackedLogprobs
 from gateway.requests.input.generate_request import GenerateRequest
-from gateway.requests.packed_logprobs import PackedLogprobs, pack_logprobs
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.output_parser import OutputParser, OutputPiece, ReasoningPiece, TextPiece
 from gateway.text.stop_strings import StopMatcher
@@ -62,7 +62,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     text: str
     first: int
     ids: list[int]
-    logprobs: list[PackedLogprobs | None]
+    logprobs: list[PackedLogprobs]
     is_last: bool
     pieces: Sequence[OutputPiece] = ()
 
@@ -111,11 +111,11 @@ class OutputStream(msgspec.Struct, eq=False):
     trace: TraceContext | None = None
     created: int = 0
     ids: list[int] = field(default_factory=list)
-    logprobs: list[PackedLogprobs | None] = field(default_factory=list)
+    logprobs: list[PackedLogprobs] = field(default_factory=list)
     pieces: list[OutputPiece] = field(default_factory=list)
     num_reasoning_tokens: int = 0
     text_spans: list[tuple[int, int, int]] = field(default_factory=list)
-    prompt_logprobs: Sequence[PackedLogprobs | None] = ()
+    prompt_logprobs: tuple[PackedLogprobs, ...] = ()
     finish: str = ""
     is_ended_by_node: bool = False
     matched: int | str | None = None
@@ -218,7 +218,7 @@ class OutputStream(msgspec.Struct, eq=False):
         if message.index == 0 and not self.first_at:
             self.first_at = now
             self.cached_tokens = message.cached_tokens
-            self.prompt_logprobs = pack_logprobs(message.prompt_logprobs)
+            self.prompt_logprobs = message.prompt_logprobs
         elif self.on_gap is not None and len(message.tokens) > num_known:
             count = len(message.tokens) - num_known
             self.on_gap((now - self.last_at) / count, count)
@@ -228,8 +228,7 @@ class OutputStream(msgspec.Struct, eq=False):
             if text := self._detokenizer.push(message.tokens):
                 self._text.append(text)
             self.ids += message.tokens
-            if message.logprobs:
-                self.logprobs += pack_logprobs(message.logprobs)
+            self.logprobs += message.logprobs
             return
         self.is_ended_by_node = bool(message.finish)
         if self.request.is_prompt_only:
@@ -243,7 +242,7 @@ class OutputStream(msgspec.Struct, eq=False):
         if self.matched is None:
             num_taken = len(tokens)
         self.ids.extend(tokens[:num_taken])
-        self.logprobs += pack_logprobs(logprobs[:num_taken])
+        self.logprobs.extend(logprobs[:num_taken])
         if self.matched is not None:
             self._finish("stop", now)
         elif message.finish:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import msgspec
 
 from common.errors import ErrorCode, RequestError
+from common.wire.packed_logprobs import PackedLogprobs, unpack_logprobs
 from gateway.requests.output_processor import Delta, OutputStream
-from gateway.requests.packed_logprobs import PackedLogprobs, unpack_logprobs
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this value

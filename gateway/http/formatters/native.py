@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from common.sampling_params import TokenLogprobs
+from common.wire.packed_logprobs import PackedLogprobs, unpack_logprobs
 from gateway.http.formatters.common import (
     DONE,
     ResponseFormatter,
@@ -20,7 +21,6 @@ from gateway.http.formatters.common import (
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams
 from gateway.requests.input.prompts import is_list_of_prompts
 from gateway.requests.output_processor import Delta, OutputStream
-from gateway.requests.packed_logprobs import PackedLogprobs, unpack_logprobs
 from gateway.workers.served_models import ServedModel
 
 
@@ -88,13 +88,12 @@ class NativeFormatter(ResponseFormatter):
         return meta
 
     def _logprobs(
-        self, output: OutputStream, first: int, ids: Sequence[int], logprobs: Sequence[PackedLogprobs | None]
+        self, output: OutputStream, first: int, ids: Sequence[int], logprobs: Sequence[PackedLogprobs]
     ) -> dict[str, Any]:
         """The fields with the log-probabilities of output tokens from ``first`` on; from 0 on also of the prompt's."""
         if not self._with_logprobs:
             return {}
-        known = [(token, packed) for token, packed in zip(ids, logprobs, strict=False) if packed is not None]
-        fields = self._fields("output", known)
+        fields = self._fields("output", list(zip(ids, logprobs, strict=False)))
         return fields | self._fields("input", prompt_logprob_entries(output)) if first == 0 else fields
 
     def _fields(self, prefix: str, logprobs: Sequence[tuple[int, PackedLogprobs | None]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from common.sampling_params import TokenLogprobs
+from common.wire.packed_logprobs import PackedLogprobs, unpack_logprobs
 from gateway.http.formatters.common import (
     DONE,
     ResponseFormatter,
@@ -21,7 +22,6 @@ from gateway.http.formatters.common import (
 )
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, StreamOptions
 from gateway.requests.output_processor import Delta, OutputStream
-from gateway.requests.packed_logprobs import PackedLogprobs, unpack_logprobs
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.output_parser import OutputPiece, ReasoningPiece, TextPiece, ToolCallBegin, joined
 from gateway.workers.served_models import ServedModel
@@ -185,16 +185,16 @@ class CompletionFormatter(_OpenAIFormatter):
     def _logprobs(self, output: OutputStream, delta: Delta) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        packed = list(zip(delta.ids, delta.logprobs, strict=False))
+        packed: list[tuple[int, PackedLogprobs | None]] = []
         offsets: list[int] = []
         if delta.first == 0:
-            prompt = prompt_logprob_entries(output)
-            offsets += self._prompt_offsets(output, [token for token, _ in prompt])
-            packed = prompt + packed
+            packed += prompt_logprob_entries(output)
+            offsets += self._prompt_offsets(output, [token for token, _ in packed])
             request = output.request
             self._offsets[output.number] = self._text_offset(output, request.text_offset, request.text_before)
         position = self._offsets[output.number]
         offsets += [position.advance(token) for token in delta.ids]
+        packed += zip(delta.ids, delta.logprobs, strict=False)
         values: list[float | None] = []
         tops: list[msgspec.Raw | None] = []
         for token, one in packed:
@@ -308,13 +308,11 @@ class ChatFormatter(_OpenAIFormatter):
             "function": {"name": piece.name, "arguments": ""},
         }
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[PackedLogprobs | None]) -> dict[str, Any] | None:
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[PackedLogprobs]) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        content = []
-        for token, packed in zip(ids, logprobs, strict=False):
-            if packed is not None:
-                content.append(token_logprobs(packed, token, self._shown_token))
+        entries = zip(ids, logprobs, strict=False)
+        content = [token_logprobs(packed, token, self._shown_token) for token, packed in entries]
         return {"content": content, "refusal": None}
 
     def _shown_token(self, token: int) -> dict[str, Any]:

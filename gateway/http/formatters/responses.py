@@ -246,11 +246,7 @@ class ResponsesFormatter(ResponseFormatter):
     def _logprobs(self, output: OutputStream, first: int, end: int) -> list[msgspec.Raw]:
         markers = () if output.request.output_format is None else output.request.output_format.markers
         entries = zip(output.ids[first:end], output.logprobs[first:end], strict=False)
-        return [
-            token_logprobs(packed, token, self._shown_token)
-            for token, packed in entries
-            if packed is not None and token not in markers
-        ]
+        return [token_logprobs(packed, token, self._shown_token) for token, packed in entries if token not in markers]
 
     def _shown_token(self, token: int) -> Event:
         piece = self._tokenizer.piece(token)

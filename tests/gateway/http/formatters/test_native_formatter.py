@@ -8,6 +8,7 @@ import pytest
 
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.wire.messages import Tokens
+from common.wire.packed_logprobs import pack_logprobs
 from gateway.http.formatters.native import NativeFormatter
 from gateway.http.protocol.decoding import decode
 from gateway.http.protocol.native import NativeRequest
@@ -39,7 +40,7 @@ class Detokenizer:
 
 def entry(token):
     """The log-probabilities at a token's position; the alternative is a token that stands nowhere else."""
-    return TokenLogprobs(-token / 8, ((token + 100, -0.25),))
+    return pack_logprobs(TokenLogprobs(-token / 8, ((token + 100, -0.25),)))
 
 
 def begun(number=0):
