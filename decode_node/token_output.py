@@ -9,6 +9,7 @@ from common.node.role import first_token_message
 from common.request import Request, RequestKey
 from common.stage_spans import StageSpan, between
 from common.wire.messages import Spans, Tokens
+from common.wire.packed_logprobs import pack_logprobs
 from decode_node.scheduler import Sampled
 from kv_transfer.events import Completed
 
@@ -102,13 +103,13 @@ class TokenOutput:
 
     def _send(self, unsent: list[Sampled], now: float) -> None:
         """Send the last tokens of a request."""
-        request, token, logprobs, finish = unsent[-1]
+        request, token, _, finish = unsent[-1]
         rid, attempt = request.key
         index = len(request.output) - len(unsent)
         tokens = (token,) if len(unsent) == 1 else tuple([sampled.token for sampled in unsent])
-        token_logprobs = () if logprobs is None else tuple([sampled.logprobs for sampled in unsent])
+        logprobs = tuple([pack_logprobs(sampled.logprobs) for sampled in unsent if sampled.logprobs is not None])
         self._report_stages(request, now, is_last=bool(finish))
-        self._outbox.gateway.append(Tokens(rid, attempt, index, tokens, logprobs=token_logprobs, finish=finish))
+        self._outbox.gateway.append(Tokens(rid, attempt, index, tokens, logprobs=logprobs, finish=finish))
 
     def _report_stages(self, request: Request, now: float, *, is_last: bool) -> None:
         """Send the spans of earlier stages with this node's first message, and of decoding with the last token."""

@@ -33,6 +33,7 @@ from common.wire.messages import (
     Resume,
     Tokens,
 )
+from common.wire.packed_logprobs import pack_logprobs
 
 #: Seconds after a deadline at which a node ends the request if the gateway, which does so at the deadline, has not.
 DEADLINE_GRACE_S = 5.0
@@ -173,10 +174,10 @@ def first_token_message(request: Request, token: int, logprobs: TokenLogprobs | 
         *request.key,
         index=0,
         tokens=(token,),
-        logprobs=() if logprobs is None else (logprobs,),
+        logprobs=() if logprobs is None else (pack_logprobs(logprobs),),
         finish=finish,
         cached_tokens=request.num_cached,
-        prompt_logprobs=tuple(request.prompt_logprobs),
+        prompt_logprobs=tuple(map(pack_logprobs, request.prompt_logprobs)),
     )
 
 

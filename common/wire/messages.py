@@ -17,10 +17,11 @@ from common.config.lora import ADAPTER_NAME, adapter_id
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.stage_spans import StageSpan
+from common.wire.packed_logprobs import PackedLogprobs
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -485,10 +486,10 @@ class Tokens(RequestMessage, frozen=True, gc=False, tag="tokens"):
 
     index: Count
     tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    logprobs: tuple[PackedLogprobs, ...] = ()  # of each of these tokens, or of none
     finish: Literal["", "stop", "length"] = ""  # not empty: the last of these tokens ends the output
     cached_tokens: Count = 0  # with index 0: prompt tokens that the prefill node had cached
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with index 0: from token ``prompt_logprobs_from`` on
+    prompt_logprobs: tuple[PackedLogprobs, ...] = ()  # with index 0: from token ``prompt_logprobs_from`` on
 
 
 class Spans(RequestMessage, frozen=True, tag="spans"):

@@ -7,6 +7,7 @@ in flight, unless the request has a key by which the client may ask for them aga
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -332,7 +333,7 @@ class GenerateApp:
         x_request_id: str,
         trace: TraceContext | None,
     ) -> list[OutputStream]:
-        on_gap = self._on_gap[model.name]
+        on_gap, created = self._on_gap[model.name], int(time.time())
         return [
             OutputStream(
                 request,
@@ -343,6 +344,7 @@ class GenerateApp:
                 on_gap,
                 x_request_id,
                 another_span(trace) if number else trace,
+                created,
             )
             for number, request in enumerate(requests)
         ]

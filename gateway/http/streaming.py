@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, ParamSpec
 
 from starlette.types import Scope, Send
 
 from common.errors import RequestError
-from gateway.http.formatters.common import ResponseFormatter, as_error, encode_json
+from gateway.http.formatters.common import ResponseFormatter, as_error
 from gateway.http.request_cycle import RESPONSE_TIMEOUT, STALL_S, RequestCycle, cycle_of
 from gateway.requests.output_processor import Delta, OutputStream
 
@@ -19,6 +19,8 @@ P = ParamSpec("P")
 #: Answers and events with more log-probabilities than this, alternatives included, are formatted on a thread; each
 #: takes about a microsecond.
 MANY_LOGPROBS = 2_048
+#: Answers with more are sent in parts, each of which is made once the client has read those before it.
+MOST_LOGPROBS_AT_ONCE = 1 << 18
 #: Events of one stream that are longer together are written in parts, between which the event loop has a turn.
 MANY_BYTES = 128 << 10
 SSE_HEADERS = [
@@ -173,7 +175,11 @@ async def send_whole(
             num_open -= 1
             if output.error is not None:
                 raise output.error
-    body = await _made(_num_logprobs_of(outputs), _encoded_answer, formatter, outputs)
+    num_logprobs, parts = _num_logprobs_of(outputs), formatter.answer(outputs)
+    if num_logprobs > MOST_LOGPROBS_AT_ONCE:
+        await _send_in_parts(send, parts, formatter, headers)
+        return
+    body = await _made(num_logprobs, b"".join, parts)
     formatter.keep()
     cycle = cycle_of(send)
     if cycle is not None and cycle.can_write and not headers:
@@ -184,15 +190,24 @@ async def send_whole(
         await send({"type": "http.response.body", "body": body})
 
 
+async def _send_in_parts(
+    send: Send, parts: Iterator[bytes], formatter: ResponseFormatter, headers: Mapping[str, str]
+) -> None:
+    part = await asyncio.to_thread(next, parts, b"")
+    formatter.keep()
+    lines = [(b"content-type", b"application/json"), *_encoded(headers)]
+    await send({"type": "http.response.start", "status": 200, "headers": lines})
+    while part:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+        part = await asyncio.to_thread(next, parts, b"")
+    await send({"type": "http.response.body", "body": b""})
+
+
 async def _made(num_logprobs: int, make: Callable[P, bytes], *args: P.args, **kwargs: P.kwargs) -> bytes:
     """What ``make`` returns, which has so many log-probabilities; with many of them it runs on a thread."""
     if num_logprobs <= MANY_LOGPROBS:
         return make(*args, **kwargs)
     return await asyncio.to_thread(make, *args, **kwargs)
-
-
-def _encoded_answer(formatter: ResponseFormatter, outputs: list[OutputStream]) -> bytes:
-    return encode_json(formatter.answer(outputs))
 
 
 async def send_stream(

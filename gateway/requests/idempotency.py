@@ -18,10 +18,9 @@ from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 
 MAX_KEY_LENGTH = 255
-#: Bytes that are counted for one token of a prompt, for one of an output with its piece of text, and for each output
-#: beside; and for a log-probability and each of its alternatives. They are those of Python's objects.
-PROMPT_TOKEN_BYTES, OUTPUT_TOKEN_BYTES, OUTPUT_BYTES = 36, 100, 2_048
-LOGPROB_BYTES, ALTERNATIVE_BYTES = 56, 116
+#: Bytes that are counted for one token of a prompt, for one of an output with its piece of text, for each output
+#: beside, and for the log-probabilities of a token beside their packed length. They are those of Python's objects.
+PROMPT_TOKEN_BYTES, OUTPUT_TOKEN_BYTES, OUTPUT_BYTES, LOGPROB_BYTES = 36, 100, 2_048, 60
 
 Index = tuple[str, bool, str]
 
@@ -246,13 +245,13 @@ class IdempotencyStore:
 
 def _num_bytes(stream: OutputStream) -> int:
     request = stream.request
-    logprob_bytes = LOGPROB_BYTES + ALTERNATIVE_BYTES * (request.sampling.logprobs or 0)
-    num_logprobs = len(stream.prompt_logprobs) + sum(entry is not None for entry in stream.logprobs)
+    logprobs = [*stream.prompt_logprobs, *stream.logprobs]
     return (
         OUTPUT_BYTES
         + PROMPT_TOKEN_BYTES * len(request.prompt)
         + OUTPUT_TOKEN_BYTES * len(stream.ids)
-        + logprob_bytes * num_logprobs
+        + LOGPROB_BYTES * len(logprobs)
+        + sum(map(len, logprobs))
         + len(stream.text)
         + 4 * len(request.echo)
     )

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import field
 
 from common.errors import RequestError
-from common.sampling_params import TokenLogprobs
 from common.stage_spans import StageSpan
 from common.wire.messages import Tokens
+from common.wire.packed_logprobs import PackedLogprobs
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.output_parser import OutputParser, OutputPiece, ReasoningPiece, TextPiece
@@ -62,7 +62,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     text: str
     first: int
     ids: list[int]
-    logprobs: list[TokenLogprobs | None]
+    logprobs: list[PackedLogprobs]
     is_last: bool
     pieces: Sequence[OutputPiece] = ()
 
@@ -78,6 +78,7 @@ class OutputStream(msgspec.Struct, eq=False):
         wake: called with the stream whenever there is something new to read.
         on_gap: called with the mean time between tokens, in seconds, and how many tokens came in it.
         x_request_id: header of the HTTP answer.
+        created: Unix time at which the request came, which the answers to it and to its retries show.
 
     Attributes:
         ids, logprobs: every output token so far.
@@ -108,12 +109,13 @@ class OutputStream(msgspec.Struct, eq=False):
     on_gap: Callable[[float, int], None] | None = None
     x_request_id: str = ""
     trace: TraceContext | None = None
+    created: int = 0
     ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    logprobs: list[PackedLogprobs] = field(default_factory=list)
     pieces: list[OutputPiece] = field(default_factory=list)
     num_reasoning_tokens: int = 0
     text_spans: list[tuple[int, int, int]] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[PackedLogprobs, ...] = ()
     finish: str = ""
     is_ended_by_node: bool = False
     matched: int | str | None = None

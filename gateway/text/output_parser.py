@@ -111,6 +111,22 @@ class FirstCallParser:
         return [piece for piece in self._parser.flush() if _is_shown(piece)]
 
 
+class RequiredCallsParser:
+    """Leaves out what another parser still holds at the end of an output that calls tools in any case.
+
+    A call that is cut off before its name is complete has left it, and it is no text of an answer.
+    """
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+
+    def push(self, text: str, token: int | None = None) -> list[OutputPiece]:
+        return self._parser.push(text, token)
+
+    def flush(self) -> list[OutputPiece]:
+        return [piece for piece in self._parser.flush() if not isinstance(piece, TextPiece)]
+
+
 def _is_shown(piece: OutputPiece) -> bool:
     return isinstance(piece, TextPiece | ReasoningPiece) or piece.index == 0
 

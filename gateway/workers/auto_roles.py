@@ -37,7 +37,7 @@ class NodeLoad:
 
     Attributes:
         at: the instant of its last heartbeat.
-        is_fixed: it cannot change its role.
+        is_fixed: it cannot change its role, or is the last node of its role and revision.
         busy_s: seconds that its engine has computed since its start.
         computed_tokens: prompt tokens that it has computed since its start.
         waiting_tokens: prompt tokens that it still has to compute.
@@ -152,8 +152,12 @@ class AutoRoles:
         return sum(shares) / len(shares)
 
 
-def load_of(node: Worker, router: Router) -> NodeLoad:
-    """The load of a node, as its last heartbeat and the router know it."""
+def load_of(node: Worker, router: Router, *, is_last: bool = False) -> NodeLoad:
+    """The load of a node, as its last heartbeat and the router know it.
+
+    Args:
+        is_last: no other node has its role and its revision.
+    """
     register, beat = node.register, node.heartbeat
     gauges, counters = ({}, {}) if beat is None else (beat.gauges, beat.counters)
     num_requests = 0 if beat is None else beat.num_running + beat.num_waiting
@@ -166,7 +170,7 @@ def load_of(node: Worker, router: Router) -> NodeLoad:
         incarnation=node.incarnation,
         role=register.role,
         at=node.seen_at,
-        is_fixed=bool(register.fixed_role),
+        is_fixed=is_last or bool(register.fixed_role),
         busy_s=counters.get("busy_seconds", 0.0),
         computed_tokens=counters.get("prompt_tokens_computed", 0.0),
         waiting_tokens=router.load(node.incarnation) if register.role == "prefill" else 0.0,

@@ -405,12 +405,18 @@ class Registry:
         others = [other for other in self.workers.values() if other is not node]
         if conflict := _first_conflict(msgspec.structs.replace(register, role=role), others):
             return conflict
-        is_needed = register.role == "decode" or self._needs_prefill
-        staying = [other for other in others if other.register.role == register.role and not other.is_draining]
-        if is_needed and not staying and not is_forced:
+        if is_forced or not (register.role == "decode" or self._needs_prefill):
+            return ""
+        staying = [other for other in others if not other.is_draining]
+        same_role = [other for other in staying if other.register.role == register.role]
+        advice = "start another one, or give force: true, and"
+        if not same_role:
+            return f"node {node.name} is the last {register.role} node: {advice} no request is served until one comes"
+        same_revision = [other for other in staying if other.revision == node.revision]
+        if same_revision and all(other.register.role == role for other in same_revision):
             return (
-                f"node {node.name} is the last {register.role} node: start another one, or give force: true, and no"
-                " request is served until one comes"
+                f"node {node.name} is the last {register.role} node of its revision (same configuration and weights):"
+                f" {advice} the {role} nodes of this revision serve no request until one comes"
             )
         return ""
 

@@ -6,6 +6,7 @@ that was meant for its last role reaches the next one.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from common.errors import ErrorCode, RequestError
@@ -95,7 +96,11 @@ class RoleChanges:
         for pool in self._pools:
             if pool.auto_roles is None:
                 continue
-            loads = [load_of(node, pool.router) for node in pool.registry.workers.values() if not node.is_draining]
+            staying = [node for node in pool.registry.workers.values() if not node.is_draining]
+            counts = Counter((node.register.role, node.revision) for node in staying)
+            loads = [
+                load_of(node, pool.router, is_last=counts[node.register.role, node.revision] == 1) for node in staying
+            ]
             decision = pool.auto_roles.decide(loads, now)
             if decision is not None:
                 work = asyncio.create_task(self._carry_out(pool.registry.workers[decision.incarnation], decision))

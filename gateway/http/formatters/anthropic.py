@@ -1,12 +1,12 @@
 """Formats answers, stream events and errors of Anthropic's Messages API."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.formatters.common import ResponseFormatter, named_event
+from gateway.http.formatters.common import ResponseFormatter, encode_json, named_event
 from gateway.http.formatters.openai import usage
 from gateway.http.protocol.anthropic import MessagesRequest
 from gateway.requests.output_processor import Delta, OutputStream
@@ -156,10 +156,10 @@ class AnthropicFormatter(ResponseFormatter):
     def error(self, error: RequestError) -> bytes:
         return _events([anthropic_error(error)])
 
-    def answer(self, outputs: Sequence[OutputStream]) -> dict[str, Any]:
+    def answer(self, outputs: Sequence[OutputStream]) -> Iterator[bytes]:
         self._builder.take(joined(outputs[0].pieces))
         self._builder.finish()
-        return {**self._message(outputs[0]), **self._stop(outputs[0])}
+        yield encode_json({**self._message(outputs[0]), **self._stop(outputs[0])})
 
     def _message(self, output: OutputStream) -> dict[str, Any]:
         return {

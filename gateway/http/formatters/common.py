@@ -1,14 +1,14 @@
 """Formats what all answers share: server-sent events, errors in OpenAI's envelope, log-probabilities."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any, Protocol
 
 import msgspec
 
 from common.errors import ErrorCode, RequestError
-from common.sampling_params import TokenLogprobs
+from common.wire.packed_logprobs import PackedLogprobs, unpack_logprobs
 from gateway.requests.output_processor import Delta, OutputStream
 
 DONE = b"data: [DONE]\n\n"
@@ -21,6 +21,20 @@ ERROR_TYPES = {
     408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 499: "aborted_error",
     504: "timeout_error",
 }  # fmt: skip
+
+
+def as_json(value: Any) -> msgspec.Raw:
+    """A part of an answer that is encoded already."""
+    return msgspec.Raw(encode_json(value))
+
+
+def json_list(items: Iterable[Any]) -> Iterator[bytes]:
+    """The parts of a list in JSON, one for each item."""
+    before = b"["
+    for item in items:
+        yield before + encode_json(item)
+        before = b","
+    yield b"]"
 
 
 def sse_event(data: Any) -> bytes:
@@ -38,7 +52,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": str(error.code)}}
 
 
-def prompt_logprob_entries(output: OutputStream) -> list[tuple[int, TokenLogprobs | None]]:
+def prompt_logprob_entries(output: OutputStream) -> list[tuple[int, PackedLogprobs | None]]:
     """Prompt tokens from ``logprob_start`` on with their log-probabilities; the first has none."""
     first = output.request.logprob_start
     if first is None:
@@ -58,14 +72,16 @@ def token_text(piece: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def token_logprobs(entry: TokenLogprobs, token: int, shown: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-    """The log-probabilities at one position, as chats and responses show them.
+def token_logprobs(packed: PackedLogprobs, token: int, shown: Callable[[int], dict[str, Any]]) -> msgspec.Raw:
+    """The log-probabilities at one position, as chats and responses show them, in JSON: as objects they would take
+    several times the memory.
 
     Args:
         shown: a token as it is shown, with its text and its bytes.
     """
+    entry = unpack_logprobs(packed)
     tops = [{**shown(top), "logprob": finite(logprob)} for top, logprob in entry.top]
-    return {**shown(token), "logprob": finite(entry.token), "top_logprobs": tops}
+    return as_json({**shown(token), "logprob": finite(entry.token), "top_logprobs": tops})
 
 
 def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
@@ -99,10 +115,10 @@ class ResponseFormatter(Protocol):
         """The bytes that end a stream that failed after its beginning."""
         return sse_event(error_body(error))
 
-    def answer(self, outputs: Sequence[OutputStream]) -> Any:
-        """The whole answer, of values that JSON knows. An answer with many log-probabilities is made on a thread."""
+    def answer(self, outputs: Sequence[OutputStream]) -> Iterator[bytes]:
+        """The parts of the whole answer, in JSON. Those of one with many log-probabilities are made on a thread."""
         ...
 
     def keep(self) -> None:
-        """Stores what ``last`` or ``answer`` has made, before it is sent, if this API stores answers."""
+        """Stores what ``last`` or the first part of ``answer`` has made, before it is sent, if this API stores it."""
         return

@@ -1,16 +1,19 @@
 """Formats answers and stream events of ``/generate``."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from common.sampling_params import TokenLogprobs
+from common.wire.packed_logprobs import PackedLogprobs, unpack_logprobs
 from gateway.http.formatters.common import (
     DONE,
     ResponseFormatter,
+    as_json,
     encode_json,
     finite,
+    json_list,
     prompt_logprob_entries,
     sse_event,
     token_text,
@@ -56,9 +59,11 @@ class NativeFormatter(ResponseFormatter):
     def last(self, outputs: Sequence[OutputStream]) -> bytes:
         return DONE
 
-    def answer(self, outputs: Sequence[OutputStream]) -> Any:
-        answers = [self._answer(output) for output in outputs]
-        return answers if self._is_batch else answers[0]
+    def answer(self, outputs: Sequence[OutputStream]) -> Iterator[bytes]:
+        if self._is_batch:
+            yield from json_list(map(self._answer, outputs))
+        else:
+            yield encode_json(self._answer(outputs[0]))
 
     def _answer(self, output: OutputStream) -> dict[str, Any]:
         logprobs = self._logprobs(output, 0, output.ids, output.logprobs)
@@ -83,21 +88,23 @@ class NativeFormatter(ResponseFormatter):
         return meta
 
     def _logprobs(
-        self, output: OutputStream, first: int, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+        self, output: OutputStream, first: int, ids: Sequence[int], logprobs: Sequence[PackedLogprobs]
     ) -> dict[str, Any]:
         """The fields with the log-probabilities of output tokens from ``first`` on; from 0 on also of the prompt's."""
         if not self._with_logprobs:
             return {}
-        entries = [(token, entry) for token, entry in zip(ids, logprobs, strict=False) if entry is not None]
-        fields: dict[str, Any] = {
-            "output_token_logprobs": [self._entry(token, entry) for token, entry in entries],
-            "output_top_logprobs": [self._tops(entry) for _, entry in entries],
-        }
-        if first == 0:
-            prompt = prompt_logprob_entries(output)
-            fields["input_token_logprobs"] = [self._entry(token, entry) for token, entry in prompt]
-            fields["input_top_logprobs"] = [None if entry is None else self._tops(entry) for _, entry in prompt]
-        return fields
+        fields = self._fields("output", list(zip(ids, logprobs, strict=False)))
+        return fields | self._fields("input", prompt_logprob_entries(output)) if first == 0 else fields
+
+    def _fields(self, prefix: str, logprobs: Sequence[tuple[int, PackedLogprobs | None]]) -> dict[str, Any]:
+        """The fields with the log-probabilities of these tokens and of the alternatives to them."""
+        entries: list[tuple[float | None, int, str | None]] = []
+        tops: list[msgspec.Raw | None] = []
+        for token, packed in logprobs:
+            entry = None if packed is None else unpack_logprobs(packed)
+            entries.append((None if entry is None else finite(entry.token), token, self._shown(token)))
+            tops.append(None if entry is None else as_json(self._tops(entry)))
+        return {f"{prefix}_token_logprobs": entries, f"{prefix}_top_logprobs": tops}
 
     def _logprobs_so_far(self, output: OutputStream, new: dict[str, Any]) -> dict[str, Any]:
         """The fields with all log-probabilities so far. Each is encoded once, though all later events show it too."""
@@ -105,9 +112,6 @@ class NativeFormatter(ResponseFormatter):
         for name, entries in new.items():
             encoded[name] = b",".join(filter(None, (encoded.get(name), encode_json(entries)[1:-1])))
         return {name: msgspec.Raw(b"[%b]" % entries) for name, entries in encoded.items()}
-
-    def _entry(self, token: int, entry: TokenLogprobs | None) -> tuple[float | None, int, str | None]:
-        return (None if entry is None else finite(entry.token), token, self._shown(token))
 
     def _tops(self, entry: TokenLogprobs) -> list[tuple[float, int, str | None]]:
         return [(finite(logprob), token, self._shown(token)) for token, logprob in entry.top]

@@ -1,16 +1,20 @@
 """Formats answers and stream chunks of OpenAI's completions and chat completions."""
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from common.sampling_params import TokenLogprobs
+from common.wire.packed_logprobs import PackedLogprobs, unpack_logprobs
 from gateway.http.formatters.common import (
     DONE,
     ResponseFormatter,
+    as_json,
     encode_json,
     finite,
+    json_list,
     prompt_logprob_entries,
     sse_event,
     token_logprobs,
@@ -62,7 +66,8 @@ class _OpenAIFormatter(ResponseFormatter):
 
     def __init__(self, model: ServedModel, body: CompletionRequest | ChatCompletionRequest, request_id: str) -> None:
         self._tokenizer = model.tokenizer
-        self._head = {"id": request_id, "object": "", "created": int(time.time()), "model": model.asked_name}
+        self._request_id = request_id
+        self._model_name = model.asked_name
         options = body.stream_options or NO_OPTIONS
         self._with_usage = bool(options.include_usage)  # at the end of a stream ...
         self._with_usage_each = bool(options.continuous_usage_stats)  # ... and also in each chunk
@@ -99,17 +104,22 @@ class _OpenAIFormatter(ResponseFormatter):
         """The bytes that end a stream."""
         if not self._with_usage:
             return DONE
-        return sse_event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage(outputs)}) + DONE
+        return sse_event({**self._head(outputs, self.chunk_kind), "choices": [], "usage": usage(outputs)}) + DONE
 
     def _chunk(self, choices: list[dict[str, Any]], outputs: Sequence[OutputStream]) -> bytes:
-        chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
+        chunk = {**self._head(outputs, self.chunk_kind), "choices": choices}
         if self._with_usage:
             chunk["usage"] = usage(outputs) if self._with_usage_each else None
         return sse_event(chunk)
 
-    def answer(self, outputs: Sequence[OutputStream]) -> dict[str, Any]:
-        choices = [self._choice(output) for output in outputs]
-        return {**self._head, "object": self.kind, "choices": choices, "usage": usage(outputs)}
+    def answer(self, outputs: Sequence[OutputStream]) -> Iterator[bytes]:
+        yield encode_json(self._head(outputs, self.kind)).removesuffix(b"}") + b',"choices":'
+        yield from json_list(map(self._choice, outputs))
+        yield b',"usage":%b}' % encode_json(usage(outputs))
+
+    def _head(self, outputs: Sequence[OutputStream], kind: str) -> dict[str, Any]:
+        """The fields that begin an answer or a chunk."""
+        return {"id": self._request_id, "object": kind, "created": outputs[0].created, "model": self._model_name}
 
     def _has_content(self, output: OutputStream, delta: Delta) -> bool:
         """Whether a delta shows something of the answer."""
@@ -175,21 +185,27 @@ class CompletionFormatter(_OpenAIFormatter):
     def _logprobs(self, output: OutputStream, delta: Delta) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        entries = list(zip(delta.ids, delta.logprobs, strict=False))
+        packed: list[tuple[int, PackedLogprobs | None]] = []
         offsets: list[int] = []
         if delta.first == 0:
-            prompt = prompt_logprob_entries(output)
-            offsets += self._prompt_offsets(output, [token for token, _ in prompt])
-            entries = prompt + entries
+            packed += prompt_logprob_entries(output)
+            offsets += self._prompt_offsets(output, [token for token, _ in packed])
             request = output.request
             self._offsets[output.number] = self._text_offset(output, request.text_offset, request.text_before)
         position = self._offsets[output.number]
         offsets += [position.advance(token) for token in delta.ids]
+        packed += zip(delta.ids, delta.logprobs, strict=False)
+        values: list[float | None] = []
+        tops: list[msgspec.Raw | None] = []
+        for token, one in packed:
+            entry = None if one is None else unpack_logprobs(one)
+            values.append(None if entry is None else finite(entry.token))
+            tops.append(None if entry is None else as_json(self._tops(token, entry)))
         return {
             "text_offset": offsets,
-            "token_logprobs": [None if entry is None else finite(entry.token) for _, entry in entries],
-            "tokens": [self._token_text(token) for token, _ in entries],
-            "top_logprobs": [None if entry is None else self._tops(token, entry) for token, entry in entries],
+            "token_logprobs": values,
+            "tokens": [self._token_text(token) for token, _ in packed],
+            "top_logprobs": tops,
         }
 
     def _text_offset(self, output: OutputStream, offset: int, before: Sequence[int] = ()) -> _TextOffset:
@@ -292,13 +308,11 @@ class ChatFormatter(_OpenAIFormatter):
             "function": {"name": piece.name, "arguments": ""},
         }
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any] | None:
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[PackedLogprobs]) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        content = []
-        for token, entry in zip(ids, logprobs, strict=False):
-            if entry is not None:
-                content.append(token_logprobs(entry, token, self._shown_token))
+        entries = zip(ids, logprobs, strict=False)
+        content = [token_logprobs(packed, token, self._shown_token) for token, packed in entries]
         return {"content": content, "refusal": None}
 
     def _shown_token(self, token: int) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """Formats answers and stream events of OpenAI's Responses API."""
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
 from common.errors import RequestError
-from gateway.http.formatters.common import ResponseFormatter, named_event, token_logprobs, token_text
+from gateway.http.formatters.common import ResponseFormatter, encode_json, named_event, token_logprobs, token_text
 from gateway.http.formatters.openai import usage
 from gateway.http.protocol.responses import (
     ReasoningConfig,
@@ -47,7 +46,7 @@ class _Item:
     name: str = ""
     namespace: str | None = None
     texts: list[str] = field(default_factory=list)
-    logprobs: list[Event] = field(default_factory=list)  # of the tokens of a message
+    logprobs: list[msgspec.Raw] = field(default_factory=list)  # of the tokens of a message
 
     @property
     def item_id(self) -> str:
@@ -90,7 +89,7 @@ class ItemBuilder:
         self._open: _Item | None = None
         self.items: list[Event] = []
 
-    def take(self, pieces: Iterable[tuple[OutputPiece, list[Event]]]) -> list[Event]:
+    def take(self, pieces: Iterable[tuple[OutputPiece, list[msgspec.Raw]]]) -> list[Event]:
         """The events of more pieces, each with the log-probabilities of its tokens if it is text."""
         events: list[Event] = []
         for piece, logprobs in pieces:
@@ -131,7 +130,7 @@ class ItemBuilder:
             events.append(_event("response.content_part.added", {**_place(item), "part": item.part("")}))
         return events
 
-    def _delta(self, text: str, logprobs: list[Event]) -> Event:
+    def _delta(self, text: str, logprobs: list[msgspec.Raw]) -> Event:
         item = self._open
         assert item is not None, "arguments follow the beginning of their call"
         item.texts.append(text)
@@ -215,11 +214,11 @@ class ResponsesFormatter(ResponseFormatter):
         }
         return self._events([*events, _event("response.failed", {"response": failed})])
 
-    def answer(self, outputs: Sequence[OutputStream]) -> dict[str, Any]:
+    def answer(self, outputs: Sequence[OutputStream]) -> Iterator[bytes]:
         status = _status(outputs[0])
         self._builder.take(self._with_logprobs(outputs[0], outputs[0].pieces))
         self._builder.finish(status)
-        return self._finished(outputs[0], status)
+        yield encode_json(self._finished(outputs[0], status))
 
     def keep(self) -> None:
         if self._keep is not None:
@@ -233,36 +232,34 @@ class ResponsesFormatter(ResponseFormatter):
 
     def _with_logprobs(
         self, output: OutputStream, pieces: Sequence[OutputPiece]
-    ) -> list[tuple[OutputPiece, list[Event]]]:
+    ) -> list[tuple[OutputPiece, list[msgspec.Raw]]]:
         """The next pieces, each with the log-probabilities of its tokens."""
         if output.request.sampling.logprobs is None:
             return [(piece, []) for piece in joined(pieces)]
-        found: list[list[Event]] = [[] for _ in pieces]
+        found: list[list[msgspec.Raw]] = [[] for _ in pieces]
         for piece, first, end in output.text_spans[self._num_spans :]:
             found[piece - self._num_pieces] += self._logprobs(output, first, end)
         self._num_pieces += len(pieces)
         self._num_spans = len(output.text_spans)
         return list(zip(pieces, found, strict=True))
 
-    def _logprobs(self, output: OutputStream, first: int, end: int) -> list[Event]:
+    def _logprobs(self, output: OutputStream, first: int, end: int) -> list[msgspec.Raw]:
         markers = () if output.request.output_format is None else output.request.output_format.markers
         entries = zip(output.ids[first:end], output.logprobs[first:end], strict=False)
-        return [
-            token_logprobs(entry, token, self._shown_token)
-            for token, entry in entries
-            if entry is not None and token not in markers
-        ]
+        return [token_logprobs(packed, token, self._shown_token) for token, packed in entries if token not in markers]
 
     def _shown_token(self, token: int) -> Event:
         piece = self._tokenizer.piece(token)
         return {"token": token_text(piece), "bytes": list(piece)}
 
     def _response(self, output: OutputStream, status: str) -> dict[str, Any]:
+        self._head["created_at"] = output.created
         sampling = output.request.sampling
+        completed_at = output.created + int(output.ended_at - output.started_at)
         return {
             **self._head,
             "status": status,
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": completed_at if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._builder.items,
             "temperature": sampling.temperature,
@@ -300,7 +297,7 @@ def _head(model: str, body: ResponsesRequest, request_id: str, *, is_stored: boo
     return {
         "id": request_id,
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": 0,  # set with the first event
         "background": False,
         "error": None,
         "instructions": body.instructions,

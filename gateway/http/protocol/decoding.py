@@ -80,11 +80,11 @@ class _Cleaner:
         """A plain value without the fields that the structs within ``kind`` do not declare."""
         if isinstance(value, list):
             items = _option(kind, inspect.ListType)
-            if items is None:
+            if items is None or not _has_structs(items.item_type):  # such as hundreds of thousands of token ids
                 return value
             return [
-                self.cleaned(item, items.item_type, f"{path}[{i}]") if isinstance(item, list | dict) else item
-                for i, item in enumerate(value)  # hundreds of thousands of token ids, perhaps
+                self.cleaned(item, items.item_type, f"{path}[{i}]") if isinstance(item, (list, dict)) else item
+                for i, item in enumerate(value)
             ]
         struct = _struct(kind, value) if isinstance(value, dict) else None
         return value if struct is None else self._cleaned_struct(value, struct, path)
@@ -140,6 +140,15 @@ def _options(kind: inspect.Type) -> tuple[inspect.Type, ...]:
 
 def _option(kind: inspect.Type, wanted: type[inspect.ListType]) -> inspect.ListType | None:
     return next((option for option in _options(kind) if isinstance(option, wanted)), None)
+
+
+def _has_structs(kind: inspect.Type) -> bool:
+    """Whether a value of this type may be a struct, or a list with structs in it."""
+    return any(
+        isinstance(option, inspect.StructType)
+        or (isinstance(option, inspect.ListType) and _has_structs(option.item_type))
+        for option in _options(kind)
+    )
 
 
 def _struct(kind: inspect.Type, value: dict[str, Any]) -> inspect.StructType | None:

@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from gateway.http.access.request_checks import RequestChecks
-from gateway.http.formatters.common import ignored_header
+from gateway.http.formatters.common import encode_json, ignored_header
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Detokenized, Tokenized
 from gateway.http.openapi.operations import described
@@ -14,6 +15,9 @@ from gateway.http.protocol.decoding import decode, decode_with_extras, refuse
 from gateway.http.protocol.native import DetokenizeRequest, TokenizeRequest
 from gateway.http.services import Services, context_length
 from gateway.workers.served_models import ServedModel
+
+#: Token ids that are encoded at once; more are encoded on the tokenizer's thread.
+MANY_IDS = 1 << 16
 
 
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
@@ -25,9 +29,12 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         model = services.inputs.model(body.model)
         ids, is_batch = await _encode(services, model, body)
         counts = [len(tokens) for tokens in ids]
+        shown: list[Any] = ids
+        if sum(counts) > MANY_IDS:
+            shown = await services.tokenizer.on_thread(lambda: [_encoded(tokens) for tokens in ids])
         return JsonResponse(
             {
-                "tokens": ids if is_batch else ids[0],
+                "tokens": shown if is_batch else shown[0],
                 "count": counts if is_batch else counts[0],
                 "max_model_len": context_length(model),
             },
@@ -48,6 +55,12 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         return JsonResponse({"text": answer, "prompt": answer})
 
     return router
+
+
+def _encoded(ids: list[int]) -> msgspec.Raw:
+    """Token ids in JSON. They are encoded in pieces, between which the event loop has a turn."""
+    pieces = [encode_json(ids[start : start + MANY_IDS])[1:-1] for start in range(0, len(ids), MANY_IDS)]
+    return msgspec.Raw(b"[%b]" % b",".join(pieces))
 
 
 async def _encode(services: Services, model: ServedModel, body: TokenizeRequest) -> tuple[list[list[int]], bool]:

@@ -11,7 +11,14 @@ from gateway.http.protocol.decoding import refuse
 from gateway.http.protocol.openai import ChatCompletionRequest, ToolChoiceField, ToolField
 from gateway.requests.input.structured_output import check_depth
 from gateway.text.output_formats import ModelFormats
-from gateway.text.output_parser import FirstCallParser, OutputFormat, OutputParser, TextParser, Tool
+from gateway.text.output_parser import (
+    FirstCallParser,
+    OutputFormat,
+    OutputParser,
+    RequiredCallsParser,
+    TextParser,
+    Tool,
+)
 from gateway.text.reasoning_parsers import ReasoningFormat
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.tool_parsers.base import ToolFormat
@@ -68,7 +75,9 @@ def chat_output(
         _new_parser, formats.tools if tools else None, tools, markers, shown, is_open
     )
     if tools and body.parallel_tool_calls is False:  # without a grammar the model may still write several
-        new_parser = partial(_first_call_parser, new_parser)
+        new_parser = partial(_wrapped, FirstCallParser, new_parser)
+    if _chosen_tools(body, tools):
+        new_parser = partial(_wrapped, RequiredCallsParser, new_parser)
     grammar = structure.grammar
     if formats.tools is not None:
         grammar = _grammar(body, formats.tools, tools, markers, structure)
@@ -119,8 +128,8 @@ def _new_parser(
     return inner if reasoning is None else reasoning.parser(inner, is_open=is_open, token_ids=markers)
 
 
-def _first_call_parser(new_parser: Callable[[], OutputParser]) -> OutputParser:
-    return FirstCallParser(new_parser())
+def _wrapped(wrapper: Callable[[OutputParser], OutputParser], new_parser: Callable[[], OutputParser]) -> OutputParser:
+    return wrapper(new_parser())
 
 
 def _grammar(

@@ -205,9 +205,19 @@ class GrammarChecker:
 
 
 def _key(wanted: StructuredOutput) -> bytes:
-    """Return a digest of everything that the result depends on. Raises RequestError for too large values."""
-    text = _dumped(wanted.value, wanted.param)
-    return hashlib.sha256(f"{wanted.param}\0{wanted.kind}\0{wanted.is_lenient}\0{text}".encode()).digest()
+    """Return a digest of everything that the result depends on.
+
+    Raises RequestError for values that are too large or nested too deeply. The size comes first: on the event loop,
+    nothing but the encoder may see a value as large as a body.
+    """
+    value, param = wanted.value, wanted.param
+    try:
+        data = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
+    except RecursionError as error:
+        raise _too_deep(param) from error
+    _check_num_bytes(len(data), MAX_BYTES, param)
+    check_depth(value, param)
+    return hashlib.sha256(f"{param}\0{wanted.kind}\0{wanted.is_lenient}\0".encode() + data).digest()
 
 
 def _checked(wanted: StructuredOutput) -> str | RequestError:
@@ -320,16 +330,11 @@ def _json_value(value: Any, param: str) -> Any:
     return parsed
 
 
-def _dumped(value: Any, param: str) -> str:
-    """Return a value as JSON text. Raises RequestError if it is too large or nested too deeply."""
-    check_depth(value, param)
-    text = value if isinstance(value, str) else json.dumps(value)
-    _check_size(text, MAX_BYTES, param)
-    return text
-
-
 def _check_size(text: str, max_bytes: int, param: str) -> None:
-    num_bytes = len(text.encode("utf-8", "surrogatepass"))
+    _check_num_bytes(len(text.encode("utf-8", "surrogatepass")), max_bytes, param)
+
+
+def _check_num_bytes(num_bytes: int, max_bytes: int, param: str) -> None:
     if num_bytes > max_bytes:
         raise refuse(f"has {num_bytes} bytes, at most {max_bytes} are allowed", param)
 
@@ -338,16 +343,19 @@ def check_depth(value: Any, param: str) -> None:
     """Raise RequestError if a JSON value is nested too deeply."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for parent in level for child in _children(parent)]
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, (dict, list))  # the values of JSON that have others
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
         if not level:
             return
-    raise refuse(f"is nested more than {MAX_DEPTH} levels deep", param)
+    raise _too_deep(param)
 
 
-def _children(value: Any) -> Sequence[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list) else ()
+def _too_deep(param: str) -> RequestError:
+    return refuse(f"is nested more than {MAX_DEPTH} levels deep", param)
 
 
 # ---- the place of an error in a schema -------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_protocol
 from kv_transfer.transports.torch_distributed import rendezvous
 
 #: The protocol version, and the digest of its messages.
-PINNED = (18, "d6b6d690b1e748dd")
+PINNED = (19, "6bed0a8e46a29d6a")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,

@@ -74,6 +74,22 @@ async def test_a_call_that_is_cut_off_ends_with_length(stack):
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a'
 
 
+@pytest.mark.parametrize(
+    ("choice", "content"),
+    [("auto", "[ad"), ("required", ""), ({"type": "function", "function": {"name": "add"}}, "")],
+)
+async def test_a_required_call_that_is_cut_off_before_its_name_ends_is_no_text(stack, choice, content):
+    answers(stack, "[ad", finish="length")
+    body = {"messages": HI, "tools": TOOLS, "tool_choice": choice}
+    (shown,) = (await chat(stack, **body))["choices"]
+    assert shown["message"] == {"role": "assistant", "content": content, "refusal": None}
+    assert shown["finish_reason"] == "length"
+    _, *chunks, _ = await stack.stream("/v1/chat/completions", body)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content", "") for delta in deltas) == content
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
 async def test_a_stream_gives_the_name_first_and_then_pieces_of_the_arguments(stack):
     answers(stack, 'x[add|{"a":1}][find|{}]')
     first, *chunks, done = await stack.stream("/v1/chat/completions", {"messages": HI, "tools": TOOLS})

@@ -373,6 +373,7 @@ async def test_long_outputs_and_many_logprobs_are_formatted_on_a_thread(stack, m
 
     async def answers():
         texts = [(await stack.post("/detokenize", body))[1]["text"] for body in (lists, {"tokens": ids})]
+        texts += [(await stack.post("/tokenize", {"prompt": text}))[1] for text in ("to be, or", ["to be", "", "or"])]
         _, whole = await stack.post("/v1/completions", judged)
         *chunks, _ = await stack.stream("/v1/completions", judged)
         return texts, whole["choices"], [chunk["choices"] for chunk in chunks]
@@ -388,9 +389,10 @@ async def test_long_outputs_and_many_logprobs_are_formatted_on_a_thread(stack, m
     assert threads == []
     monkeypatch.setattr("gateway.text.tokenizer.LONG_IDS", 10)
     monkeypatch.setattr("gateway.text.tokenizer.LISTS_AT_ONCE", 2)
+    monkeypatch.setattr("gateway.http.routes.tokenize.MANY_IDS", 2)
     monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 10)
     assert await answers() == short
-    assert len(threads) >= 5  # each text, each prompt that is shown, the answer, and the last chunk
+    assert len(threads) >= 7  # each text, all ids, each prompt that is shown, the answer, and the last chunk
 
 
 async def test_too_many_requests_get_429_with_retry_after(folder):

@@ -11,6 +11,7 @@ from tokenizers import normalizers
 
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.wire.messages import Tokens
+from common.wire.packed_logprobs import pack_logprobs
 from gateway.http.formatters.openai import CompletionFormatter
 from gateway.http.protocol.openai import CompletionRequest
 from gateway.requests.input.generate_request import GenerateRequest
@@ -289,12 +290,13 @@ async def test_offsets_point_into_the_text_however_it_is_streamed(stack):
         places = [0, *sorted({cut for cut in cuts if cut < len(ids)}), len(ids)]
         for start, end in itertools.pairwise(places):
             finish = "length" if end == len(ids) else ""
-            logprobs = (TokenLogprobs(-1.0),) * (end - start)
+            logprobs = (pack_logprobs(TokenLogprobs(-1.0)),) * (end - start)
             output.on_tokens(Tokens("r", 0, start, ids[start:end], finish=finish, logprobs=logprobs), 1.0)
             chunk = json.loads(formatter.chunk(output, output.take()).removeprefix(b"data: "))
             offsets += chunk["choices"][0]["logprobs"]["text_offset"]
             tokens += chunk["choices"][0]["logprobs"]["tokens"]
-        whole = CompletionFormatter(model, body, "r").answer([output])["choices"][0]["logprobs"]
+        answer = json.loads(b"".join(CompletionFormatter(model, body, "r").answer([output])))
+        whole = answer["choices"][0]["logprobs"]
         assert (whole["text_offset"], whole["tokens"]) == (offsets, tokens)
         assert len(offsets) == len(ids) + (len(prompt_ids) if is_echo else 0)
         assert offsets == sorted(offsets)

@@ -277,14 +277,14 @@ async def test_many_log_probabilities_are_encoded_on_a_thread_and_stored_by_the_
 
     note(ResponseStore, "add")
     note(ResponsesApi, "_stored")
-    note(ResponsesFormatter, "last" if is_stream else "answer")
+    note(ResponsesFormatter, "_finished")
     monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 1)
     answers(stack, "One.")
     if is_stream:
         answer = (await stream(stack, top_logprobs=1))[-1]["response"]
     else:
         answer = await respond(stack, top_logprobs=1)
-    assert is_main == [("last" if is_stream else "answer", False), ("_stored", False), ("add", True)]
+    assert is_main == [("_finished", False), ("_stored", False), ("add", True)]
     assert await stack.get(f"/v1/responses/{answer['id']}") == (200, answer)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from itertools import count
 
 import aiohttp
 import pytest
@@ -57,16 +58,15 @@ async def texts(arriving):
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", BODIES)
-async def test_every_endpoint_answers_a_retry_from_the_first_run(stack, path, is_streamed):
+async def test_every_endpoint_answers_a_retry_from_the_first_run(stack, monkeypatch, path, is_streamed):
+    monkeypatch.setattr("time.time", map(float, count(1_000_000, 1_000)).__next__)  # much time passes between the two
     body = {**BODIES[path], "stream": is_streamed}
     first, again = [await post(stack, path, body, **KEY) for _ in range(2)]
     assert (first[0], again[0]) == (200, 200)
     assert ("idempotent-replayed" in first[1], again[1].get("idempotent-replayed")) == (False, "true")
     assert num_generates(stack.nodes[0]) == 1
     if not is_streamed:
-        before, after = json.loads(first[2]), json.loads(again[2])
-        for name in ("id", "text", "usage", "content"):
-            assert before.get(name) == after.get(name)
+        assert first[2] == again[2]
 
 
 async def test_all_samples_of_a_request_come_back(stack):

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from support.gateway.fake_nodes import MODEL, echo, events, make_tokenizer, running, silent
 
+from gateway.http.request_cycle import RequestCycle
 from gateway.requests.input.generate_request import MAX_LOGPROB_BYTES, MAX_LOGPROB_BYTES_OF_ALL
 from gateway.text.tokenizer import Tokenizer
 
@@ -276,6 +277,41 @@ async def test_more_prompt_logprobs_than_the_gateway_keeps_for_an_answer_are_ref
         body = {"input_ids": [[1] * count] * num_outputs, **options}
         status, answer = await stack.post("/generate", body)
         assert (status, answer["error"]["param"]) == (400, "logprob_start_len")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "num_parts"),
+    [
+        (
+            "/v1/completions",
+            {"prompt": ["ab", "c"], "logprobs": 2, "echo": True, "n": 2},
+            7,
+        ),  # and three around the choices
+        ("/v1/chat/completions", {"messages": HI, "logprobs": True, "top_logprobs": 2, "n": 2}, 5),
+        ("/generate", {"text": ["ab", "c"], "return_logprob": True, "top_logprobs_num": 2}, 3),
+        ("/v1/responses", {"input": "Hi", "top_logprobs": 2}, 1),
+    ],
+)
+async def test_an_answer_with_very_many_logprobs_is_sent_in_parts(stack, monkeypatch, path, body, num_parts):
+    sent = []
+    write = RequestCycle.send
+
+    async def noted(cycle, message):
+        if message.get("more_body"):
+            sent.append(message["body"])
+        await write(cycle, message)
+
+    monkeypatch.setattr(RequestCycle, "send", noted)
+    headers = {"Idempotency-Key": path}  # so that both answers show the same outputs
+    answers = []
+    for most in (1 << 18, 0):
+        monkeypatch.setattr("gateway.http.streaming.MOST_LOGPROBS_AT_ONCE", most)
+        async with stack.client.post(stack.url + path, json=body, headers=headers) as answer:
+            assert (answer.status, "Content-Length" in answer.headers) == (200, bool(most))
+            answers.append(await answer.read())
+    assert answers[0] == answers[1]
+    assert b'"logprob' in answers[0] or b"_logprobs" in answers[0]
+    assert len(sent) == num_parts
 
 
 # ---- token counts and stops -----------------------------------------------------------------------------------------

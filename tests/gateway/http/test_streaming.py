@@ -14,6 +14,7 @@ from support.gateway.toy_stack import ids_of
 
 from common.sampling_params import TokenLogprobs
 from common.wire.messages import SetPaused, Tokens
+from common.wire.packed_logprobs import pack_logprobs
 from gateway.http.formatters.openai import CompletionFormatter
 from gateway.http.streaming import OutputEvents, TurnEnd
 
@@ -185,7 +186,8 @@ async def test_an_output_that_ends_while_another_is_formatted_has_one_end(stack,
 
     monkeypatch.setattr(CompletionFormatter, "chunk", slow)
     monkeypatch.setattr("gateway.http.streaming.MANY_LOGPROBS", 0)  # the last event of an output is made on a thread
-    end = Tokens(first, decode.attempt(first), 1, ids_of("b"), logprobs=(TokenLogprobs(-1.0),), finish="length")
+    packed = (pack_logprobs(TokenLogprobs(-1.0)),)
+    end = Tokens(first, decode.attempt(first), 1, ids_of("b"), logprobs=packed, finish="length")
     decode.mailbox.send(end, message(decode, second, 1, "c"))
     await asyncio.to_thread(is_formatted.wait, 60)
     decode.send(message(decode, second, 2, "d", "length"))

@@ -1,5 +1,6 @@
 """Requests with keys: which are found again, by whom, and how many are kept."""
 
+import gc
 import tracemalloc
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.wire.messages import FromNode, Tokens
+from common.wire.packed_logprobs import pack_logprobs
 from gateway.requests.idempotency import IdempotencyStore, identify, with_key
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
@@ -82,15 +84,17 @@ def test_the_counted_bytes_are_those_of_the_memory(num_logprobs):
             store.add(keyed)
             for index in range(num_tokens):
                 tops = tuple((1_000 + top, -1.5 - top) for top in range(num_logprobs or 0))
-                logprobs = () if num_logprobs is None else (TokenLogprobs(-1.0 - index, tops),)
+                logprobs = () if num_logprobs is None else (pack_logprobs(TokenLogprobs(-1.0 - index, tops)),)
                 finish = "length" if index == num_tokens - 1 else ""
                 sent = Tokens(f"r{number}", 0, index, (1_000 + index,), logprobs=logprobs, finish=finish)
                 stream.on_tokens(decoder.decode(msgspec.msgpack.encode(sent)), 1.0)
+        gc.collect()  # what Python keeps of freed tuples is not the store's
         used = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
     assert len(store) == count
     assert 0.75 * used < store.num_bytes < 1.25 * used
+    assert used / (count * num_tokens) < 600, "log-probabilities are kept in a compact form"
 
 
 def run(store, identity, now=1.0):

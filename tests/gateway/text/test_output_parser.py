@@ -1,5 +1,6 @@
 """Pieces of an output become its parts."""
 
+import json
 from types import SimpleNamespace
 
 from gateway.http.formatters.openai import ChatFormatter
@@ -50,6 +51,6 @@ def test_a_chat_shows_the_pieces_of_each_part_joined_at_once():
     formatter = ChatFormatter(SimpleNamespace(asked_name="m", tokenizer=None), body, "chatcmpl-1")
     request = GenerateRequest("r", "r", (1,), None, output_format=OutputFormat(TextParser))
     output = OutputStream(request, 0, None, None, 0.0, pieces=PIECES, finish="stop")
-    message = formatter.answer([output])["choices"][0]["message"]
+    message = json.loads(b"".join(formatter.answer([output])))["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("abc", "dehi")
     assert [call["function"]["arguments"] for call in message["tool_calls"]] == ["{}", "{ }"]

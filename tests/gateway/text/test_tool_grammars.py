@@ -13,7 +13,7 @@ from support.gateway.outputs import TOOLS, WEATHER, calls, cut, parse, rendered,
 from common.errors import RequestError
 from gateway.requests.input.chat_output import answer_rule, calls_or_answer
 from gateway.requests.input.structured_output import StructuredOutput, to_lark
-from gateway.text.output_parser import Tool
+from gateway.text.output_parser import RequiredCallsParser, Tool
 from gateway.text.tool_parsers.registry import FORMATS
 
 EOS = 256
@@ -352,3 +352,15 @@ def test_what_the_grammar_accepts_the_parser_reads(name, are_tokens):
             assert properties is None or decoded.keys() <= properties.keys(), output
             num_read += 1
     assert num_read > 1
+
+
+@both
+def test_required_calls_have_no_text_wherever_they_are_cut_off(name, are_tokens):
+    markers = markers_of(name, are_tokens)
+    whole = cut(rendered(name, [PARIS, UTC]), markers, ())
+    for count in range(len(whole)):
+        text, token = whole[count]
+        for length in range(len(text)) if token is None else (0,):
+            pushed = [*whole[:count], *([(text[:length], None)] if length else [])]
+            parser = RequiredCallsParser(FORMATS[name].parser(TOOLS, token_ids=ids_of(markers)))
+            assert texts(parse(parser, pushed)) == "", pushed

@@ -1,6 +1,7 @@
 """When nodes change their roles by themselves: tables by hand, and rules that hold for all loads."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,8 @@ from gateway.workers.auto_roles import (
     RoleDecision,
     load_of,
 )
-from gateway.workers.registry import Worker
+from gateway.workers.registry import Registry, Worker
+from gateway.workers.role_changes import RoleChanges
 from gateway.workers.routing.router import Router
 
 TOKENS_PER_S = 1_000.0  # that a busy prefill node computes
@@ -228,3 +230,13 @@ def test_a_prefill_node_has_what_the_router_has_sent_it() -> None:
     found = load_of(prefill, router)
     assert (found.waiting_tokens, found.computed_tokens, found.held_share) == (100, 900, 0.0)
     assert found.is_fixed
+
+
+def test_the_last_node_of_its_role_in_a_revision_is_not_given() -> None:
+    registry, router, seen = Registry(num_token_ids=320), Router(), []
+    for name, weights in (("old", "w1"), ("new-0", "w2"), ("new-1", "w2")):
+        registry.register(name.rjust(16), make_register("prefill", name, weight_version=weights), 0.0)
+    auto = SimpleNamespace(decide=lambda loads, now: seen.extend(loads))
+    pool = SimpleNamespace(auto_roles=auto, registry=registry, router=router)
+    RoleChanges([pool], None, None).tick(1.0)
+    assert {load.incarnation.strip(): load.is_fixed for load in seen} == {"old": True, "new-0": False, "new-1": False}

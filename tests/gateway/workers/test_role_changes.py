@@ -181,6 +181,23 @@ async def test_the_last_node_of_its_role_changes_only_if_it_is_forced(folder):
         assert (await stack.get("/ready"))[0] == 503
 
 
+async def test_the_last_node_of_its_role_in_a_revision_changes_only_if_it_is_forced(stack):
+    await stack.node("prefill", "new-p", weight_version="w2")
+    assert (await rows(stack))["new-p"]["role"] == "prefill"
+    alone = ask(stack, "new-p", "decode")  # no decode node depends on it
+    await accept(stack.nodes[-1])
+    await come_back(stack, stack.nodes[-1], "decode", weight_version="w2")
+    assert (await alone)[0] == 200
+    await stack.node("prefill", "new-p2", weight_version="w2")
+    status, answer = await stack.post("/v1/workers/new-p2/role", {"role": "decode"})
+    assert status == 400
+    assert "node new-p2 is the last prefill node of its revision" in answer["error"]["message"]
+    forced = ask(stack, "new-p2", "decode", force=True)
+    await accept(stack.nodes[-1])
+    await come_back(stack, stack.nodes[-1], "decode", weight_version="w2")
+    assert (await forced)[0] == 200
+
+
 async def test_a_node_that_refuses_stays_in_rotation(stack):
     node = stack.nodes[3]
     call = ask(stack, "decode-1", "prefill")

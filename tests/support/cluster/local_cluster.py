@@ -30,6 +30,7 @@ from common.scheduling.prefill_adder import PrefillLimits
 from common.stage_spans import StageSpan
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Abort, EndReason, Failed, Generate, Message, Move, Moved, Peer, Spans, Tokens
+from common.wire.packed_logprobs import unpack_logprobs
 from decode_node import scheduler as decode
 from decode_node.moves import OutgoingMoves
 from decode_node.role import DecodeRole
@@ -538,10 +539,11 @@ class LocalCluster:
             for offset, token in enumerate(message.tokens):
                 assert message.index + offset not in answer.tokens, "a token was sent twice"
                 answer.tokens[message.index + offset] = token
-                answer.logprobs[message.index + offset] = message.logprobs[offset] if message.logprobs else None
+                logprobs = unpack_logprobs(message.logprobs[offset]) if message.logprobs else None
+                answer.logprobs[message.index + offset] = logprobs
             answer.finish = answer.finish or message.finish
             assert message.index == 0 or not message.prompt_logprobs, "prompt log-probabilities arrived late"
-            answer.prompt_logprobs += message.prompt_logprobs
+            answer.prompt_logprobs += tuple(map(unpack_logprobs, message.prompt_logprobs))
             answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
         if answer.is_over:
             for node in answer.nodes:

@@ -59,6 +59,7 @@ from common.wire.messages import (
     Unknown,
     UnloadAdapter,
 )
+from common.wire.packed_logprobs import pack_logprobs
 from common.wire.process_id import new_incarnation
 from gateway.server import Gateway
 from gateway.workers.served_models import load_models, model_folders
@@ -187,6 +188,8 @@ class FakeNode:
         self.mailbox.send(message)
 
     def tokens(self, rid: str, index: int, tokens: tuple[int, ...], **fields: Any) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            fields[name] = tuple(map(pack_logprobs, fields.get(name, ())))
         self.send(Tokens(rid, self.attempt(rid), index, tokens, **fields))
 
     def spans(self, rid: str, *spans: StageSpan) -> None:

@@ -11,6 +11,7 @@ from support.gateway.fake_nodes import make_register
 from common.config.gateway import GatewayConfig
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.wire.messages import Abort, Failed, Generate, Tokens
+from common.wire.packed_logprobs import pack_logprobs
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
@@ -168,7 +169,7 @@ class PlayedCluster:
             (token_of(message.prompt, i),),
             finish="length" if is_last else "",
             cached_tokens=0 if i else len(message.output) + 1,
-            prompt_logprobs=() if i else (TokenLogprobs(-1.0, ()),),
+            prompt_logprobs=() if i else (pack_logprobs(TokenLogprobs(-1.0, ())),),
         )
         self.dispatcher.on_tokens(node, tokens)
         self.turn()

@@ -40,7 +40,7 @@ class ToyToolParser:
         return [ToolCallBegin(self._num_calls - 1, name)]
 
     def flush(self) -> list[OutputPiece]:
-        return []
+        return [] if self._name is None else [TextPiece("[" + self._name)]
 
 
 class ToyReasoningParser:

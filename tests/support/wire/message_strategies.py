@@ -64,6 +64,8 @@ def strategy_of(told: inspect.Type) -> st.SearchStrategy[Any]:
         return st.sampled_from([member.value for member in told.cls])
     if isinstance(told, inspect.BoolType):
         return st.booleans()
+    if isinstance(told, inspect.BytesType):
+        return st.binary(max_size=min(told.max_length or 20, 20))
     assert isinstance(told, inspect.NoneType), told
     return st.none()
 

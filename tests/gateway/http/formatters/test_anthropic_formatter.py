@@ -1,5 +1,6 @@
 """Answers and events of the Messages API, checked by hand and with Anthropic's own client."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ def formatter_of(max_tokens=5, **fields):
 
 def answer_of(pieces, *, finish="stop", matched=None, num_tokens=5, **fields):
     output = output_of(pieces, finish=finish, matched=matched, num_tokens=num_tokens)
-    answer = formatter_of(**fields).answer([output])
+    answer = json.loads(b"".join(formatter_of(**fields).answer([output])))
     Message.model_validate(answer)
     return answer
 

@@ -8,6 +8,7 @@ import pytest
 
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.wire.messages import Tokens
+from common.wire.packed_logprobs import pack_logprobs
 from gateway.http.formatters.native import NativeFormatter
 from gateway.http.protocol.decoding import decode
 from gateway.http.protocol.native import NativeRequest
@@ -39,7 +40,7 @@ class Detokenizer:
 
 def entry(token):
     """The log-probabilities at a token's position; the alternative is a token that stands nowhere else."""
-    return TokenLogprobs(-token / 8, ((token + 100, -0.25),))
+    return pack_logprobs(TokenLogprobs(-token / 8, ((token + 100, -0.25),)))
 
 
 def begun(number=0):
@@ -69,8 +70,7 @@ def streamed(tokenizer, **options):
     for index in range(NUM_OUTPUT):
         output.on_tokens(token_message(index), 1.0)
         events.append(json.loads(format_.chunk(output, output.take()).removeprefix(b"data: ")))
-    answer = formatter(Shown(), is_incremental=False).answer([output])
-    return events, json.loads(json.dumps(answer))
+    return events, json.loads(b"".join(formatter(Shown(), is_incremental=False).answer([output])))
 
 
 def test_each_event_shows_all_log_probabilities_so_far_and_each_is_formatted_once():

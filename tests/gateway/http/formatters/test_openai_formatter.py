@@ -18,7 +18,7 @@ NAMES = st.sampled_from(["m", MARK, 'a"b', f'"{MARK}"', "größe"])
 
 
 def output_of(number):
-    return OutputStream(GenerateRequest("r", "r", (1, 2), SamplingParams()), number, None, None, 0.0)
+    return OutputStream(GenerateRequest("r", "r", (1, 2), SamplingParams()), number, None, None, 0.0, created=7)
 
 
 def delta_of(text):
@@ -41,12 +41,12 @@ def test_each_chunk_shows_its_own_text(name, chunks, has_usage):
         usage = {"usage": None} if has_usage else {}
         choice = {"index": number, "logprobs": None, "finish_reason": None}
         chunk = streamed(completions, number, text)
-        assert chunk.pop("created") > 0
+        assert chunk.pop("created") == 7
         assert chunk == {
             "id": "cmpl-1", "object": "text_completion", "model": name, **usage, "choices": [{**choice, "text": text}],
         }  # fmt: skip
         chunk = streamed(chats, number, text)
-        assert chunk.pop("created") > 0
+        assert chunk.pop("created") == 7
         assert chunk == {
             "id": "chatcmpl-1", "object": "chat.completion.chunk", "model": name, **usage,
             "choices": [{**choice, "delta": {"content": text}}],

@@ -1,5 +1,6 @@
 """Answers and events of the Responses API, checked by hand and against the types of OpenAI's own client."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,7 @@ def formatter_of(kept=None, **fields):
 
 def answer_of(pieces, kept=None, finish="stop", **fields):
     formatter, outputs = formatter_of(kept, **fields), [output_of(pieces, finish=finish)]
-    answer = formatter.answer(outputs)
+    answer = json.loads(b"".join(formatter.answer(outputs)))
     formatter.keep()
     Response.model_validate(answer)
     return answer

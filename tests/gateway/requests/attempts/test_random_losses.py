@@ -7,6 +7,7 @@ from support.gateway.played_cluster import PlayedCluster, output_of
 from common.errors import ErrorCode
 from common.sampling_params import TokenLogprobs
 from common.wire.messages import Tokens
+from common.wire.packed_logprobs import pack_logprobs
 
 FAILURES_OF_LIVING_NODES = (ErrorCode.TRANSFER_FAILED, ErrorCode.QUEUE_FULL, ErrorCode.ABORTED)
 EVENTS = st.one_of(
@@ -116,5 +117,5 @@ def test_random_losses_at_random_moments_give_every_stream_its_tokens(events):
         else:
             assert stream.ids == output_of(stream)
             assert stream.text == "".join(map(chr, output_of(stream)))
-            assert stream.prompt_logprobs == (TokenLogprobs(-1.0, ()),)
+            assert stream.prompt_logprobs == (pack_logprobs(TokenLogprobs(-1.0, ())),)
     history.cluster.check_idle()

@@ -270,6 +270,24 @@ def test_a_long_regular_expression_is_refused() -> None:
         to_lark(StructuredOutput("field", "regex", "(ab)?" * 4_000))
 
 
+async def test_a_value_as_large_as_a_body_is_refused_before_it_is_walked_through(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured_output, "check_depth", lambda value, param: pytest.fail("on the event loop"))
+    large = {"enum": [1] * structured_output.MAX_BYTES}
+    with pytest.raises(RequestError, match="field: has 524298 bytes, at most 262144 are allowed"):
+        await checker.check(StructuredOutput("field", "json_schema", large))
+
+
+@pytest.mark.parametrize("depth", [65, 100_000])
+async def test_a_value_that_is_nested_too_deeply_is_refused(checker: GrammarChecker, depth: int) -> None:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    with pytest.raises(RequestError, match="field: is nested more than 64 levels deep"):
+        await checker.check(StructuredOutput("field", "json_schema", value))
+
+
 def test_two_ways_at_once_are_refused() -> None:
     first, second = StructuredOutput("regex", "regex", "a"), StructuredOutput("ebnf", "grammar", "b")
     assert only_one([]) is None
