@@ -1,14 +1,15 @@
 """``python -m gateway``: resolves the configuration, fetches the tokenizer files, serves until a signal."""
 
-import signal
+from common.system.loading_signals import end_on_signals
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
+if __name__ == "__main__":
+    end_on_signals()
 
 import asyncio
 import gc
 import logging
 import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 

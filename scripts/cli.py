@@ -3,9 +3,14 @@
 A gateway or node replaces this process image, so that its command line shows what it is.
 """
 
+import errno
 import os
 import sys
 from importlib import import_module
+
+#: Failures of standard output: its reader has ended, or its disk is full or broken.
+OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+FAILED, INTERRUPTED = 1, 130
 
 WORKER = "scripts.serving.worker"
 PROCESSES = {"gateway": ("gateway",), "prefill": (WORKER, "prefill"), "decode": (WORKER, "decode")}
@@ -40,9 +45,20 @@ baton COMMAND --help shows a command's options."""
 
 def main() -> int:
     try:
-        return _run(sys.argv[1:])
+        try:
+            return _run(sys.argv[1:])
+        finally:
+            if sys.stdout is not None:  # it is closed
+                sys.stdout.flush()
     except KeyboardInterrupt:  # while a command is loading; each command handles it itself once it runs
-        return 130
+        return INTERRUPTED
+    except OSError as error:
+        if error.filename or error.errno not in OUTPUT_ERRORS:
+            raise
+        sys.stdout = None  # otherwise the interpreter fails again when it flushes at exit
+        if error.errno != errno.EPIPE:  # as of ``baton bench | head``
+            print(f"{sys.argv[1]}: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        return FAILED
 
 
 def _run(words: list[str]) -> int:

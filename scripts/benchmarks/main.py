@@ -62,6 +62,11 @@ def main(argv: Sequence[str]) -> int:
     except BatonError as error:
         _say(f"bench {name}: {error}")
         return USAGE_STATUS if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        if not error.filename:
+            raise
+        _say(f"bench {name}: {error.filename}: {error.strerror}")
+        return 1
     except KeyboardInterrupt:
         _say(f"bench {name}: stopped")
         return INTERRUPTED_STATUS
@@ -81,6 +86,7 @@ def _run(name: str, words: Sequence[str]) -> int:
     benchmark.add_options(parser)
     options = parser.parse_args([*benchmark.SHORTEST, *words] if "--shortest" in words else words)
     check_file(options.json, "--json")
+    check_numbers({name: value for name, value in vars(options).items() if value != parser.get_default(name)})
     figures = benchmark.run(options)
     if options.json:
         try:
@@ -93,6 +99,16 @@ def _run(name: str, words: Sequence[str]) -> int:
     if not figures:
         _say(f"bench {name}: there are no figures")
     return 0 if figures and not empty else 1
+
+
+def check_numbers(options: Mapping[str, object]) -> None:
+    """Raise ConfigError, naming the flag, if a number, or one in a list, is not greater than zero."""
+    for name, value in options.items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, list | tuple):
+                check_numbers({name: number})
+            elif isinstance(number, int | float) and not 0 < number < math.inf and number is not False:
+                raise ConfigError(f"--{name.replace('_', '-')} must be greater than 0, not {number}")
 
 
 def empty_figures(figures: Mapping[str, float]) -> list[str]:

@@ -6,11 +6,9 @@ space instead (``relay``).
 """
 
 import contextlib
-import functools
 import itertools
 import os
 import random
-import signal
 import string
 import subprocess
 import sys
@@ -22,7 +20,7 @@ from pathlib import Path
 
 from common.errors import BatonError
 from scripts.chaos_harness import relay
-from scripts.serving.supervisor import bind_to
+from scripts.serving.bound_process import bound_command
 
 BRIDGE_NUMBER = 254
 #: Runs a command with another boot id, by which two hosts know that they do not share memory.
@@ -152,11 +150,11 @@ class Hosts:
                     run("ip", "address", "add", f"{address}/24", "dev", device)
                     run("ip", "link", "set", device, "up")
             words = [f"{address}={number}" for address, number in devices]
+            program = [sys.executable, relay.__file__, str(self._between.delay_s), str(self._between.loss), *words]
             self._relay = subprocess.Popen(
-                [sys.executable, relay.__file__, str(self._between.delay_s), str(self._between.loss), *words],
+                bound_command(program),
                 pass_fds=[number for _, number in devices],
                 stdin=subprocess.PIPE,
-                preexec_fn=functools.partial(bind_to, os.getpid(), signal.SIGKILL),
             )
 
     @property

@@ -8,9 +8,7 @@ explains it counts as a crash.
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
-import os
 import re
 import signal
 import subprocess
@@ -26,9 +24,9 @@ from scripts.chaos_harness.client import Client
 from scripts.chaos_harness.hosts import Hosts
 from scripts.chaos_harness.process_resources import ProcessResources
 from scripts.chaos_harness.schedule import NodeState
+from scripts.serving.bound_process import bound_command
 from scripts.serving.cpu_affinity import Share
 from scripts.serving.serve import ROOT, GatewayPlace, children, free_port
-from scripts.serving.supervisor import bind_to
 
 POLL_S = 0.25
 RESTART_S = 0.5
@@ -213,12 +211,11 @@ class ChaosService:
             except OSError:  # its disk is full
                 output = subprocess.DEVNULL
             node.process = subprocess.Popen(
-                argv,
+                bound_command(argv),
                 env=node.env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                preexec_fn=functools.partial(bind_to, os.getpid(), signal.SIGKILL),
             )
 
     async def _keep(self) -> None:

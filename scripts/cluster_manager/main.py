@@ -29,7 +29,9 @@ HELP = """Run gateways and nodes on the hosts of a Ray cluster.
 Run these on a host of the Ray cluster or, with --address ray://HEAD:10001, on any other. Baton must be installed,
 with the extra ray, in the environment of ray start on every host. Secrets (BATON_API_KEY, BATON_CLUSTER_KEY) are
 those of that environment."""
-CALL_S, POLL_S = 30.0, 1.0
+#: How long a command waits for an actor. While logs are followed, a silent one holds up neither others nor the end.
+CALL_S, FOLLOW_S = 30.0, 2.0
+POLL_S = 1.0
 CLIENT = "ray://"
 #: Ray's server of clients starts a process for each by forking beside gRPC's threads, which now and then fails.
 CLIENT_TRIES = 3
@@ -115,6 +117,10 @@ class NoCluster(ClusterFailed):
     """No cluster of this name runs, or it has ended."""
 
 
+class NoAnswer(ClusterFailed):
+    """An actor has not answered in time."""
+
+
 class Cluster:
     """The actors of a cluster, which are reached when the first one is called."""
 
@@ -188,7 +194,7 @@ class Cluster:
         except (ray.exceptions.RayError, ConnectionError) as error:
             raise ClusterFailed(f"Ray does not answer ({_first_line(error)}); try again") from None
 
-    def call(self, method: str, *words: Any, process: str = "") -> Any:
+    def call(self, method: str, *words: Any, process: str = "", timeout_s: float = CALL_S) -> Any:
         """Call a method of the supervisor, or of a process's actor. Raises ClusterFailed."""
         ray = self._ray
         actor_name = f"{self.name}/{process}" if process else self.name
@@ -196,7 +202,7 @@ class Cluster:
             # Found once: from outside of the Ray cluster this takes a task, which fails while a cluster ends.
             actor = ray.get_actor(actor_name) if process or self._supervisor is None else self._supervisor
             self._supervisor = self._supervisor if process else actor
-            return ray.get(getattr(actor, method).remote(*words), timeout=CALL_S)
+            return ray.get(getattr(actor, method).remote(*words), timeout=timeout_s)
         except ValueError:
             if process:
                 raise ClusterFailed(
@@ -207,7 +213,8 @@ class Cluster:
             if not process and isinstance(error, ray.exceptions.ActorDiedError):  # its supervisor ends with it
                 self._supervisor = None  # the next cluster of this name has another one
                 raise NoCluster(f"the cluster {self.name!r} has ended") from None
-            raise ClusterFailed(
+            failure = NoAnswer if isinstance(error, ray.exceptions.GetTimeoutError) else ClusterFailed
+            raise failure(
                 f"{actor_name} does not answer ({_first_line(error)}); try again when its host is back"
             ) from None
 
@@ -220,8 +227,8 @@ class Cluster:
         """Write a line to standard output."""
         print(text, file=self._output, flush=True)
 
-    def status(self) -> Status:
-        return msgspec.json.decode(self.call("status"), type=Status)
+    def status(self, timeout_s: float = CALL_S) -> Status:
+        return msgspec.json.decode(self.call("status", timeout_s=timeout_s), type=Status)
 
 
 def _first_line(error: Exception) -> str:
@@ -273,16 +280,19 @@ def _logs(cluster: Cluster, options: argparse.Namespace, config: ClusterConfig |
     names: list[str] = [options.process] if options.process else []
     since: dict[str, int] = {}
     first = -options.lines
+    timeout_s = FOLLOW_S if options.follow else CALL_S
     try:
         while True:
             if not options.process:
-                names = _processes(cluster, names)
+                names = _processes(cluster, names, timeout_s)
             width = max(map(len, names)) if len(names) > 1 else 0
             for name in names:
+                since.setdefault(name, first)
                 try:
-                    since[name], lines = _lines(cluster, name, since.get(name, first))
+                    since[name], lines = _lines(cluster, name, since[name], timeout_s)
                 except ClusterFailed as error:
-                    if options.process:
+                    is_silent = options.follow and isinstance(error, NoAnswer)
+                    if options.process and not is_silent:
                         raise
                     lines = [f"({error})"] if not options.follow else []
                 for line in lines:
@@ -295,10 +305,11 @@ def _logs(cluster: Cluster, options: argparse.Namespace, config: ClusterConfig |
         return 130
 
 
-def _processes(cluster: Cluster, before: list[str]) -> list[str]:
+def _processes(cluster: Cluster, before: list[str], timeout_s: float) -> list[str]:
     """The supervisor and all processes; those from before while the supervisor does not answer."""
     try:
-        return [SUPERVISOR, *(row.name for row in cluster.status().rows)]
+        status = cluster.status(timeout_s if before else CALL_S)
+        return [SUPERVISOR, *(row.name for row in status.rows)]
     except NoCluster:
         raise
     except ClusterFailed:
@@ -307,10 +318,9 @@ def _processes(cluster: Cluster, before: list[str]) -> list[str]:
         return before
 
 
-def _lines(cluster: Cluster, name: str, since: int) -> tuple[int, list[str]]:
-    found: tuple[int, list[str]] = (
-        cluster.call("events", since) if name == SUPERVISOR else cluster.call("logs", since, process=name)
-    )
+def _lines(cluster: Cluster, name: str, since: int, timeout_s: float) -> tuple[int, list[str]]:
+    method, process = ("events", "") if name == SUPERVISOR else ("logs", name)
+    found: tuple[int, list[str]] = cluster.call(method, since, process=process, timeout_s=timeout_s)
     return found
 
 

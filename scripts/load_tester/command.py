@@ -62,8 +62,10 @@ def _finish(config: LoadtestConfig, report: Report) -> int:
     from scripts.load_tester.reporting.headline import describe_outputs
     from scripts.load_tester.reporting.text_report import summary_lines
 
-    say(*summary_lines(report))
-    has_all = _write_results(config, report)
+    try:
+        say(*summary_lines(report))
+    finally:  # also where standard output cannot be written
+        has_all = _write_results(config, report)
     if report.was_stopped:
         return STOPPED
     if not has_all:

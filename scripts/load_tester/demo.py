@@ -1,7 +1,5 @@
 """``--demo``: serves the small model, loads it for a minute and writes a report."""
 
-import functools
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from common.errors import ConfigError
 from scripts.load_tester.command import check_outputs, load_command
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.output_files import FAILED, TO_STDOUT
-from scripts.serving.supervisor import bind_to
+from scripts.serving.bound_process import bound_command
 
 REPORT = "loadtest-demo.html"
 DEFAULTS = (
@@ -49,8 +47,7 @@ def demo_command(arguments: Sequence[str]) -> int:
 def _serve_and_load(words: Sequence[str]) -> int:
     print("serving the small model ...", flush=True)
     command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning"]
-    own = functools.partial(bind_to, os.getpid(), signal.SIGTERM)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=own) as service:
+    with subprocess.Popen(bound_command(command, signal.SIGTERM), stdout=subprocess.PIPE, text=True) as service:
         try:
             url = _ready(service)
             if not url:

@@ -6,23 +6,20 @@ not help, so this ends everything unless the service has been ready before.
 """
 
 import asyncio
-import ctypes
 import os
 import signal
 import time
 from dataclasses import dataclass, field
 
 from common.errors import BatonError
+from scripts.serving.bound_process import bound_command
 from scripts.serving.output import Output
 
-PR_SET_PDEATHSIG = 1
 REFUSED = 2  # exit status of a process that refuses its configuration
 MAX_EARLY_DEATHS = 3
 FIRST_DELAY_S, LAST_DELAY_S, STEADY_S = 0.2, 30.0, 60.0
 STOP_S = 3.5
 LAST_LINES_S = 1.0
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ChildFailed(BatonError):
@@ -156,33 +153,13 @@ class Supervisor:
                 child.process.send_signal(number)
 
 
-def bind_to(parent: int, number: signal.Signals) -> None:
-    """Called in a new child, before exec if there is one: the kernel sends it this signal when ``parent`` dies.
-
-    Ctrl-C in a terminal reaches all of its processes. A child ignores it until it has its own handler, because a child
-    that is still importing modules would print a traceback.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _libc.prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # the parent died before the line above
-        os._exit(1)
-
-
 async def _spawn(child: Child, output: int) -> asyncio.subprocess.Process:
-    parent = os.getpid()
-
-    def in_child() -> None:
-        bind_to(parent, signal.SIGKILL)
-        os.setpgrp()  # so that Ctrl-C in a terminal reaches the supervisor alone, which drains the children by SIGTERM
-        if child.cpus:
-            os.sched_setaffinity(0, child.cpus)
-
     return await asyncio.create_subprocess_exec(
-        *child.argv,
+        *bound_command(child.argv, cpus=child.cpus),
         env=child.env,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=output,  # not a pipe of asyncio, which would count the process as running until all ends are closed
         stderr=asyncio.subprocess.STDOUT,
-        preexec_fn=in_child,
+        start_new_session=True,  # Ctrl-C in a terminal reaches the supervisor alone, which drains children by SIGTERM
         pass_fds=child.fds,
     )

@@ -3,12 +3,13 @@
 The roles never import each other. This root knows both, so that a node can change its role.
 """
 
-import signal
+from common.system.loading_signals import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals()
+
 import sys
 from collections.abc import Mapping, Sequence
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a process that is still loading without a traceback
 
 from common.config.cli import resolve
 from common.config.node import NodeConfig

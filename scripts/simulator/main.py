@@ -139,8 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    is_written = write_report(config.json, "--json", lambda: json.dumps({"notes": notes, **found}, indent=2) + "\n")
     say(*([*notes, ""] if notes else []), *table(found))
-    if not write_report(config.json, "--json", lambda: json.dumps({"notes": notes, **found}, indent=2) + "\n"):
+    if not is_written:
         return 1
     return 0 if found["is_whole"] else 130
 

@@ -165,7 +165,7 @@ class EndingCluster(Cluster):
         super().__init__("baton", "auto")
         self.num_answers = num_answers
 
-    def call(self, method: str, *words: Any, process: str = "") -> Any:
+    def call(self, method: str, *words: Any, process: str = "", timeout_s: float = 30.0) -> Any:
         if self.num_answers == 0:
             raise NoCluster("there is no cluster 'baton'")
         self.num_answers -= 1
@@ -188,7 +188,7 @@ class GrowingCluster(Cluster):
         self.num_asked = 0
         self.shown: list[str] = []
 
-    def call(self, method: str, *words: Any, process: str = "") -> Any:
+    def call(self, method: str, *words: Any, process: str = "", timeout_s: float = 30.0) -> Any:
         if method in ("events", "logs"):
             log = [f"{process or 'supervisor'} {number}" for number in range(3)]
             (since,) = words
@@ -226,3 +226,46 @@ def test_logs_that_follow_show_processes_that_start_later_until_the_cluster_ends
         "decode-1   | decode-1 1",
         "decode-1   | decode-1 2",
     ]
+
+
+class SilentProcess(Cluster):
+    """A cluster whose process does not answer at first, and has gone at the fourth question."""
+
+    def __init__(self) -> None:
+        super().__init__("baton", "auto")
+        self.asked: list[tuple[int, float]] = []
+        self.shown: list[str] = []
+
+    def call(self, method: str, *words: Any, process: str = "", timeout_s: float = 30.0) -> Any:
+        self.asked.append((words[0], timeout_s))
+        if len(self.asked) < 3:
+            raise main_module.NoAnswer("baton/decode-0 does not answer")
+        if len(self.asked) == 4:
+            raise ClusterFailed("the cluster 'baton' has no process 'decode-0'")
+        return 7, ["the last line"]
+
+    def print(self, text: str) -> None:
+        self.shown.append(text)
+
+
+def test_logs_that_follow_a_silent_process_go_on_and_ask_it_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main_module, "POLL_S", 0.0)
+    cluster = SilentProcess()
+    with pytest.raises(ClusterFailed, match="has no process"):
+        main_module._logs(cluster, argparse.Namespace(process="decode-0", follow=True, lines=1), None)
+    assert cluster.asked == [(since, main_module.FOLLOW_S) for since in (-1, -1, -1, 7)]
+    assert cluster.shown == ["the last line"]
+
+
+def test_logs_of_a_silent_process_that_are_not_followed_end_after_the_whole_wait() -> None:
+    cluster = SilentProcess()
+    with pytest.raises(ClusterFailed, match="does not answer"):
+        main_module._logs(cluster, argparse.Namespace(process="decode-0", follow=False, lines=1), None)
+    assert cluster.asked == [(-1, main_module.CALL_S)]
+
+
+def test_an_actor_that_is_late_is_told_from_one_that_has_failed() -> None:
+    cluster, fake = away()
+    fake.failure = ray.exceptions.GetTimeoutError("late")
+    with pytest.raises(main_module.NoAnswer, match=r"^baton does not answer \(late\)"):
+        cluster.call("events")

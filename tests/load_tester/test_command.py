@@ -1,6 +1,8 @@
 """The command line: refusals, messages, and interruption."""
 
 import asyncio
+import contextlib
+import json
 import os
 import shutil
 import signal
@@ -17,6 +19,7 @@ from support.load.mock_server import load, mock_server
 
 from common.config.cli import parse
 from common.errors import ConfigError
+from scripts.load_tester import command
 from scripts.load_tester.client.client_pool import ClientPool
 from scripts.load_tester.client.request_headers import client_setup, common_headers
 from scripts.load_tester.command import check_outputs
@@ -144,10 +147,18 @@ def test_a_response_that_ends_between_two_checks_but_after_the_timeout_counts_as
     assert report.errors["kinds"] == {"timeout": len(failed)}
 
 
-def test_the_verdict_names_the_failures(tmp_path: Path) -> None:
+def test_the_verdict_names_the_failures_and_files_are_written_though_the_disk_has_no_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with mock_server(tmp_path, "--refuse", "4") as server:
         report = load(server, num_requests=8, rate="50", output_len="1", max_send_lateness="5s")
     assert "2 of 8 requests failed" in "\n".join(summary_lines(report))
+    file = tmp_path / "report.json"
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(OSError, match="No space left"):
+            command._finish(LoadtestConfig(json=str(file)), report)
+    assert json.loads(file.read_text())["errors"]["count"] == 2
 
 
 def test_ctrl_c_ends_a_run_whose_server_is_silent() -> None:

@@ -1,5 +1,6 @@
 """The results of ``simulate``, its determinism, and the options that it refuses."""
 
+import contextlib
 import json
 import os
 import re
@@ -241,6 +242,17 @@ def test_files_are_written_though_nothing_reads_the_table(tmp_path: Path) -> Non
         os.close(writing)
         assert (done.returncode, done.stderr) == (0, "")
         assert json.loads(file.read_text())
+
+
+def test_the_report_is_written_though_the_disk_has_no_room_for_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "single.json"
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(OSError, match="No space left"):
+            main(["--num-requests=2", f"--json={file}"])
+    assert json.loads(file.read_text())
 
 
 def test_a_plan_that_cannot_be_written_is_no_wrong_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

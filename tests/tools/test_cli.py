@@ -1,6 +1,10 @@
 """``baton COMMAND``: dispatch to the commands."""
 
+import contextlib
+import os
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,3 +45,39 @@ def test_without_a_known_command_the_commands_are_listed(
     said = capsys.readouterr()
     assert "Usage: baton COMMAND" in (said.err if status else said.out)
     assert ("fly is not a command" in said.err) is (words == ["fly"])
+
+
+def run_simulate(monkeypatch: pytest.MonkeyPatch, main: Callable[[list[str]], int]) -> int:
+    monkeypatch.setattr(sys, "argv", ["baton", "simulate"])
+    monkeypatch.setitem(sys.modules, "scripts.simulator.main", SimpleNamespace(main=main))
+    return cli.main()
+
+
+@pytest.mark.parametrize("is_flushed", [False, True])
+def test_output_for_which_the_disk_has_no_room_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_flushed: bool
+) -> None:
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        status = run_simulate(monkeypatch, lambda words: print("a table", flush=is_flushed) or 0)
+    said = capsys.readouterr().err
+    assert (status, said) == (1, "simulate: cannot write to standard output: No space left on device\n")
+
+
+def test_output_that_is_not_read_ends_a_command_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with contextlib.suppress(OSError), open(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        status = run_simulate(monkeypatch, lambda words: print("a table") or 0)
+    assert (status, capsys.readouterr().err) == (1, "")
+
+
+def test_a_failure_of_another_file_is_no_failure_of_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(words: list[str]) -> int:
+        raise FileNotFoundError(2, "No such file or directory", "/nowhere")
+
+    with pytest.raises(FileNotFoundError):
+        run_simulate(monkeypatch, fail)

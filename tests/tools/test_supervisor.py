@@ -140,6 +140,14 @@ def test_ctrl_c_in_a_terminal_reaches_the_supervisor_alone(new_loop):
         runner.run(check())
 
 
+async def test_no_python_of_the_supervisor_runs_in_a_fork_where_locks_of_its_threads_stay_taken():
+    forks: list[int] = []
+    os.register_at_fork(before=lambda: forks.append(1))
+    with pytest.raises(ExceptionGroup):
+        await Supervisor([child("raise SystemExit(2)")], Lines()).run()
+    assert not forks
+
+
 async def test_output_is_copied_line_by_line_after_the_name():
     output = Lines()
     printing = child("print('one'); print('two', end=''); raise SystemExit(2)", name="decode-0")

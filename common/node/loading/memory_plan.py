@@ -22,7 +22,7 @@ CROSSOVER_TOKENS = 16_384.0
 #: Tokens of a pool on a CPU, where it shares memory with everything else and few requests are decoded at once.
 CPU_POOL_TOKENS = 131_072
 #: The share of the remaining memory that a pool takes at most, unless its size or a larger share is configured. Steps
-#: need the rest: for their activations and, on many cores, for the keys and values of a prompt that each thread copies.
+#: need the rest for their activations.
 MEMORY_SHARE = 0.8
 #: ``--swa-full-tokens-ratio auto`` expects requests of this share of the context length.
 USUAL_SHARE = 1 / 8
@@ -159,23 +159,35 @@ def num_window_pages(config: NodeConfig, groups: LayerGroups | None, capacity: C
     return count
 
 
-def num_pages_that_fit(config: NodeConfig, layout: PageLayout, num_pages: int, free_bytes: int) -> int:
+def attention_bytes(layout: PageLayout, capacity: Capacity, num_threads: int) -> int:
+    """Memory of the copies that attention makes on a CPU: each thread copies one head of the longest prompt."""
+    pool_tokens = capacity.num_pages * layout.page_size
+    tokens = capacity.context_length or pool_tokens
+    if capacity.window is None:  # with a window, a request may be longer than the pool
+        tokens = min(tokens, pool_tokens)
+    return num_threads * layout.num_pages(tokens) * layout.layer_bytes // layout.num_kv_heads
+
+
+def num_pages_that_fit(
+    config: NodeConfig, layout: PageLayout, num_pages: int, free_bytes: int, attention_bytes: int
+) -> int:
     """Pages for the pool of a CPU, once the weights are in memory: ``num_pages``, or fewer if none are configured.
 
     Args:
         num_pages: as planned.
-        free_bytes: see ``free_bytes``.
+        free_bytes, attention_bytes: see the functions of these names.
 
     Raises:
         ConfigError: there is no room for the configured pool.
     """
-    room = free_bytes // layout.page_bytes
+    room = (free_bytes - attention_bytes) // layout.page_bytes
     if config.max_total_tokens is not None:
         if num_pages <= room:
             return num_pages
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens} needs {layout.pool_bytes(num_pages) / 1e9:.2f} GB for KV "
-            f"pages, and {max(free_bytes, 0) / 1e9:.2f} GB of memory are free: lower it, or free some memory"
+            f"pages and {attention_bytes / 1e9:.2f} GB for the copies of its threads, and "
+            f"{max(free_bytes, 0) / 1e9:.2f} GB of memory are free: lower it or --threads, or free some memory"
         )
     room = int(room * max(MEMORY_SHARE, config.memory_fraction))
     if room < 1:

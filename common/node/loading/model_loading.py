@@ -25,6 +25,7 @@ from common.node.loading.device_plan import (
 from common.node.loading.memory_plan import (
     Capacity,
     MemoryLayout,
+    attention_bytes,
     auto_window_ratio,
     free_bytes,
     num_pages_that_fit,
@@ -328,7 +329,8 @@ def pages_of(
 ) -> Callable[[], int]:
     """A function that tells, once the weights are in memory, how many pages the pool can have."""
     if device == "cpu":
-        return lambda: num_pages_that_fit(config, layout, capacity.num_pages, free_bytes(device))
+        copies = attention_bytes(layout, capacity, compute_threads(config, device))
+        return lambda: num_pages_that_fit(config, layout, capacity.num_pages, free_bytes(device), copies)
     return lambda: pages_on_device(config, layout, capacity, reserve, free_bytes(device))
 
 

@@ -5,6 +5,7 @@ events. The first frame is a ``RecordingHeader``. Reading refuses unknown fields
 A node that was killed leaves a truncated frame at the end, which ends the reading and is not an error.
 """
 
+import errno
 import os
 import struct
 from collections.abc import Iterator
@@ -178,8 +179,10 @@ def open_new(path: str) -> tuple[IO[bytes], str]:
     The name is ``path``, or ``path.1`` and so on if that exists.
 
     Raises:
-        OSError: the file cannot be created.
+        OSError: the file cannot be created, or there is a folder of that name.
     """
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     number = 0
     while True:
         name = f"{path}.{number}" if number else path

@@ -22,3 +22,9 @@ def comma_separated(kind: Callable[[str], T], *, among: Collection[T] = ()) -> C
         return values
 
     return parse
+
+
+def num_nodes(text: str) -> tuple[int, int]:
+    """Parse numbers of prefill and decode nodes, such as 2+1. Raises ValueError: they are not two numbers."""
+    prefill, decode = map(int, text.split("+"))
+    return prefill, decode

@@ -1,7 +1,6 @@
 """Runs ``serve``, or another server, for the length of a ``with`` block, and loads it. For benchmarks."""
 
 import contextlib
-import functools
 import os
 import selectors
 import signal
@@ -18,7 +17,7 @@ from scripts.benchmarks.harness.cpu_contention import CpuContention
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load
-from scripts.serving.supervisor import bind_to
+from scripts.serving.bound_process import bound_command
 
 ROOT = Path(__file__).resolve().parents[3]
 STOP_S = 20.0
@@ -50,10 +49,8 @@ def running_process(
     command: Sequence[str | Path], environ: Mapping[str, str], *, output: int | IO[str], log: IO[str]
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a server, which writes errors to ``log``; it ends with the block or with this process."""
-    bound = functools.partial(bind_to, os.getpid(), signal.SIGKILL)
-    process = subprocess.Popen(
-        command, stdout=output, stderr=log, stdin=subprocess.DEVNULL, env=environ, preexec_fn=bound
-    )
+    bound = bound_command(map(str, command))
+    process = subprocess.Popen(bound, stdout=output, stderr=log, stdin=subprocess.DEVNULL, env=environ)
     try:
         yield process
     finally:

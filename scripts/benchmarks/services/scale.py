@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME
-from common.errors import BatonError
+from common.errors import BatonError, ConfigError
 from common.system.open_files import raise_open_file_limit
 from common.wire.key_folder import load_keys
 from common.wire.messages import Role
@@ -430,6 +430,8 @@ async def measure_service(nodes: Nodes, options: argparse.Namespace, table: Tabl
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
+    if min(options.nodes, *options.pairing_nodes) < 2:
+        raise ConfigError("--nodes and --pairing-nodes must be at least 2: a prefill and a decode node")
     num_files = raise_open_file_limit()
     table = Table()
     if not options.no_pairing:

@@ -27,7 +27,7 @@ from scripts.benchmarks.harness.fixed_pairing import (
     LongestPrefix,
     PairedConfig,
 )
-from scripts.benchmarks.harness.options import comma_separated
+from scripts.benchmarks.harness.options import comma_separated, num_nodes
 from scripts.load_tester.workload.plan import Plan, make_plan
 from scripts.load_tester.workload.planned_request import UNIQUE, PlannedRequest, segment_key
 from scripts.load_tester.workload.traces import read_trace
@@ -96,7 +96,7 @@ def random_plan(num_requests: int, rate: float, seed: int) -> Plan:
 
 def loads_of(trace: str, rate: float, options: argparse.Namespace) -> list[Load]:
     """The stretches of a load at this rate, spread evenly over the trace."""
-    num_prefill, num_decode = options.nodes.split("+")
+    num_prefill, num_decode = options.nodes
     words = (f"--prefill={num_prefill}", f"--decode={num_decode}", *COMMON.split())
     count, num_windows = options.num_requests, options.windows
     if not trace:
@@ -186,7 +186,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--num-requests", type=int, default=400, help="of each run (%(default)s)")
     add("--windows", type=int, default=1, help="stretches of the load, whose mean counts (%(default)s)")
-    add("--nodes", default="2+2", help="prefill and decode nodes (%(default)s)")
+    add("--nodes", type=num_nodes, default="2+2", help="prefill and decode nodes (%(default)s)")
     add("--compare", type=comma_separated(str, among=TABLES), default="places,pairs", help="tables (%(default)s)")
 
 

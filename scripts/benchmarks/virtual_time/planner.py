@@ -31,7 +31,7 @@ from common.config.shared import SMALL_MODEL
 from common.errors import BatonError
 from common.system.cpu_cores import usable_cores
 from scripts.benchmarks.harness.cpu_contention import CpuContention
-from scripts.benchmarks.harness.options import comma_separated
+from scripts.benchmarks.harness.options import comma_separated, num_nodes
 from scripts.benchmarks.harness.service_fixture import measured_load, running_service
 from scripts.load_tester.config import LoadOptions, LoadtestConfig
 from scripts.load_tester.workload.plan import make_plan
@@ -96,12 +96,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--profile", type=Path, metavar="FILE", help="use this calibration if the file exists, else write it there")
     add("--predictions", type=Path, metavar="FILE", help="write the predictions there")
     add("--save", type=Path, metavar="FILE", help="append all requests of each cell, as a JSON line")
-
-
-def num_nodes(text: str) -> tuple[int, int]:
-    """Parse numbers of prefill and decode nodes, such as 2+1. Raises ValueError: they are not two numbers."""
-    prefill, decode = map(int, text.split("+"))
-    return prefill, decode
 
 
 class Served(NamedTuple):

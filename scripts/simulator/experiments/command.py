@@ -26,7 +26,8 @@ def experiment_command(config: SimulateConfig) -> int:
 
     processes = config.plan_processes or os.cpu_count() or 1
     measured = run_experiment(experiment, config, num_processes=processes, on_measured=tell)
-    say(*lines_of(experiment, measured))
     rows = [{"case": m.case.name, "variant": m.variant.name, "requests_per_s_per_device": m.rate} for m in measured]
     content = {"claim": experiment.claim, "measured": rows}
-    return 0 if write_report(config.json, "--json", lambda: json.dumps(content, indent=2) + "\n") else 1
+    is_written = write_report(config.json, "--json", lambda: json.dumps(content, indent=2) + "\n")
+    say(*lines_of(experiment, measured))
+    return 0 if is_written else 1

@@ -56,7 +56,6 @@ class PlanProgress:
 def plan_command(config: SimulateConfig) -> int:
     """Search, print and write; returns the exit status: 1 if nothing holds the objectives, or a file is not written."""
     result, verdicts = make_service_plan(config)
-    say(*plan_lines(result, config))
 
     def page() -> str:
         from scripts.simulator.planning.page import plan_page
@@ -65,6 +64,7 @@ def plan_command(config: SimulateConfig) -> int:
 
     has_json = write_report(config.json, "--json", lambda: json.dumps(plan_figures(result, config), indent=2) + "\n")
     has_page = write_report(config.html, "--html", page)
+    say(*plan_lines(result, config))
     return 0 if result.chosen and has_json and has_page else 1
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from scripts.load_tester.analysis.metrics import slo_limits
 from scripts.load_tester.workload.plan import make_plan
 from scripts.load_tester.workload.request_classes import RequestClass
-from scripts.serving.supervisor import bind_to
+from scripts.serving.bound_process import bind_to
 from scripts.simulator.client import Outcome
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.planning.deployment import Deployment

@@ -155,6 +155,12 @@ def test_a_recording_is_private_and_overwrites_no_file(tmp_path: Path) -> None:
     assert list(frames.read_frames(recorder.path)) == [HEADER]
 
 
+def test_a_recording_is_not_written_beside_a_folder_of_its_name(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        Recorder(str(tmp_path))
+    assert not Path(f"{tmp_path}.1").exists()
+
+
 def test_a_full_disk_ends_the_recording_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

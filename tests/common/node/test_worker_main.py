@@ -112,19 +112,22 @@ def test_a_pool_without_a_single_page_is_refused_by_flag() -> None:
 def test_a_configured_pool_without_room_beside_the_weights_is_refused_by_flag() -> None:
     page = 2 * 8 * 16 * 4  # bytes
     config = NodeConfig(max_total_tokens=160)
-    assert num_pages_that_fit(config, TINY, 10, 10 * page) == 10
-    with pytest.raises(ConfigError, match=r"^--max-total-tokens 160 needs 0\.00 GB for KV pages, and 0\.00 GB"):
-        num_pages_that_fit(config, TINY, 10, 10 * page - 1)
+    assert num_pages_that_fit(config, TINY, 10, 10 * page + 99, 99) == 10
+    needs = (
+        r"^--max-total-tokens 160 needs 0\.00 GB for KV pages and 0\.00 GB for the copies of its threads, and 0\.00 GB"
+    )
+    with pytest.raises(ConfigError, match=needs):
+        num_pages_that_fit(config, TINY, 10, 10 * page + 98, 99)
 
 
 def test_a_pool_of_default_size_takes_most_of_the_memory_that_the_weights_leave() -> None:
     page = 2 * 8 * 16 * 4
-    assert num_pages_that_fit(NodeConfig(), TINY, 10, 13 * page) == 10
-    assert num_pages_that_fit(NodeConfig(), TINY, 10, 10 * page) == 8, "steps have no memory left"
-    assert num_pages_that_fit(NodeConfig(), TINY, 1000, 100 * page) == 80
+    assert num_pages_that_fit(NodeConfig(), TINY, 10, 13 * page, 0) == 10
+    assert num_pages_that_fit(NodeConfig(), TINY, 10, 10 * page, 0) == 8, "steps have no memory left"
+    assert num_pages_that_fit(NodeConfig(), TINY, 1000, 110 * page, 10 * page) == 80
     for num_bytes in (page, 0, -page):
         with pytest.raises(ConfigError, match="no memory for KV pages"):
-            num_pages_that_fit(NodeConfig(), TINY, 1000, num_bytes)
+            num_pages_that_fit(NodeConfig(), TINY, 1000, num_bytes + 7, 7)
 
 
 def test_the_pool_of_a_gpu_is_that_of_the_memory_which_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from common.errors import BatonError
+from scripts.serving.bound_process import bound_command
 
 ROOT = Path(__file__).resolve().parents[4]
 START_S = 30.0
@@ -31,11 +32,10 @@ def split_cores(*, is_pinned: bool) -> set[int]:
 async def pinned_process(words: Sequence[str], cores: set[int]) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a command on these cores; its standard error can be read."""
     process = await asyncio.create_subprocess_exec(
-        *words,
+        *bound_command(words, cpus=cores),
         cwd=ROOT,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
     try:
         yield process

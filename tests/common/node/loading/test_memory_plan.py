@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from common.cache.page_layout import PageLayout
 from common.node.loading import memory_plan
+from common.node.loading.memory_plan import Capacity, attention_bytes
 
 VERSION_2 = {"memory.max": "5000", "memory.current": "3000", "memory.stat": "inactive_file 400\nactive_file 30"}
 VERSION_1 = {
@@ -37,3 +39,17 @@ def test_the_least_of_nested_limits_counts(monkeypatch: pytest.MonkeyPatch, tmp_
     folders = [unit, write(unit.parent, VERSION_2 | {"memory.max": "4000"}), tmp_path]
     monkeypatch.setattr(memory_plan, "control_groups", lambda controller: iter(folders))
     assert memory_plan.free_bytes("cpu") == 1430
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "context_length", "window", "num_tokens"),
+    [(1000, 5000, None, 5000), (100, 5000, None, 1600), (1000, None, None, 16000), (100, 5000, 64, 5000)],
+    ids=["a whole context", "a small pool", "no bound but the pool", "requests longer than the pool"],
+)
+def test_each_thread_copies_one_head_of_the_longest_request(
+    num_pages: int, context_length: int | None, window: int | None, num_tokens: int
+) -> None:
+    layout = PageLayout(num_layers=28, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
+    capacity = Capacity(4, num_pages, 0, None, context_length=context_length, window=window)
+    copied = layout.num_pages(num_tokens) * layout.page_size * (128 + 128) * 2
+    assert attention_bytes(layout, capacity, num_threads=6) == 6 * copied
