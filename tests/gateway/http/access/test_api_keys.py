@@ -123,7 +123,8 @@ async def until(condition):
 async def test_a_changed_file_that_cannot_be_read_at_once_is_read_until_it_can(path, caplog, monkeypatch):
     """Otherwise a key that was taken out of the file would stay valid."""
     monkeypatch.setattr(api_keys, "POLL_S", 0.002)
-    file, errors, read_text = ApiKeyFile(path, (), {}), [OSError(errno.EMFILE, "Too many open files")] * 3, Path.read_text
+    file, read_text = ApiKeyFile(path, (), {}), Path.read_text
+    errors = [OSError(errno.EMFILE, "Too many open files")] * 3
 
     def fail_at_first(path, **options):
         if errors:
