@@ -11,8 +11,6 @@ moment, and ``forbid`` and ``withdraw`` take effect before they return.
 """
 
 import ctypes
-import errno
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -306,14 +304,6 @@ def stage(store: PageStore, pages: Iterable[int]) -> None:
         for page in pages:
             with memory[page * size : (page + 1) * size] as into:
                 store.export_page(page, into)
-
-
-def start_thread(thread: threading.Thread) -> None:
-    """Raises OSError: this process may have no further thread."""
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise OSError(errno.EAGAIN, "no further thread can be started") from error
 
 
 def address_of(memory: Any) -> int:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.page_store import PageStore
-from kv_transfer.transports.base import start_thread
 from kv_transfer.transports.silence import LATE_S, LOOK_PAUSE_S, LOST, has_silent, is_waiting
 from kv_transfer.transports.tcp.protocol import (
     DONE,
@@ -30,6 +29,7 @@ from kv_transfer.transports.tcp.protocol import (
     AuthenticatedConnection,
     PayloadMac,
 )
+from kv_transfer.transports.tcp.threads import start_thread
 
 log = logging.getLogger(__name__)
 
