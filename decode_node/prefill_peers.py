@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from common.wire.messages import PairState, Peer
 from kv_transfer.receive.connections import MAX_PROBLEM
 
-#: Seconds without an answer to ``Connect`` after which a prefill node counts as lost.
+#: Seconds without any message after it was dialled, after which a prefill node counts as lost. A node that attaches for
+#: longer says with a ``Ping`` that it lives.
 ANSWER_S = 10.0
 #: Seconds before a lost node is dialled again; the pause doubles up to the limit.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0

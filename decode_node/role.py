@@ -425,9 +425,10 @@ class DecodeRole:
                 self._answer_failure(key, event.code, event.message)
 
     def _received(self, key: RequestKey, event: Completed, now: float) -> None:
-        request = self._scheduler.requests[key]
-        if event.prefill_done.length == self._allocator.transfer_length(request.num_decodable):
-            self._scheduler.received(key, token=event.prefill_done.token)
+        request, done = self._scheduler.requests[key], event.prefill_done
+        is_expected = done.length == self._allocator.transfer_length(request.num_decodable)
+        if is_expected and done.token < self._vocab_size:
+            self._scheduler.received(key, token=done.token)
             self.stats.handed_off(request, event.prefill_done_at)
             self._output.received(key, event, now)
             self._totals["transfers"] += 1
@@ -436,7 +437,8 @@ class DecodeRole:
             self._scheduler.not_received(key, now)
         else:
             self._forget(key)
-            self._answer_failure(key, ErrorCode.TRANSFER_FAILED, "the prefill node computed another prompt")
+            problem = "sampled a token outside of the vocabulary" if is_expected else "computed another prompt"
+            self._answer_failure(key, ErrorCode.TRANSFER_FAILED, f"the prefill node {problem}")
         self._allocator.free(self._allocator.from_transfer(event.pages), Owner.GRANT)
 
     # ---- ends -------------------------------------------------------------------------------------------------------

@@ -188,6 +188,13 @@ class EngineThread:
                 os.close(self._wake)
 
     def _run(self) -> None:
+        try:
+            self._run_plans()
+        except Exception as error:  # an unexpected one: no further step would run, and every request would wait
+            self.fail(error)
+        self._launched.put(None)
+
+    def _run_plans(self) -> None:
         while (plan := self._next()) is not None:
             if not isinstance(plan, StepPlan):
                 assert self._profiler is not None
@@ -201,7 +208,6 @@ class EngineThread:
                 self._finish(step)
             if self._profiler is not None:
                 self._profiler.after_step()
-        self._launched.put(None)
 
     def _launch(self, plan: StepPlan) -> PendingStep:
         try:

@@ -8,7 +8,7 @@ import zmq
 from common.node.endpoint import ControlEndpoint
 from common.wire.curve import KEY_BYTES
 from common.wire.mailbox import Mailbox
-from common.wire.messages import FromPrefill, Message, Peer, Ping
+from common.wire.messages import FromPrefill, Message, Peer
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class PrefillConnections:
         """What has arrived, with the sender's incarnation. A caller may not dial or hang up meanwhile."""
         for incarnation, mailbox in self._mailboxes.items():
             for letter in mailbox.receive():
-                if letter.sender == incarnation and not isinstance(letter.message, Ping):
+                if letter.sender == incarnation:
                     yield incarnation, letter.message
 
     def lost(self) -> list[str]:

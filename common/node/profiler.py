@@ -49,7 +49,6 @@ class Profiler:
         self._file = Path()
         self._num_steps = self._max_steps = 0
         self._ends_at = 0.0
-        self._writing: threading.Thread | None = None
         self._lock = threading.Lock()  # over what the writing thread shares
         self._is_written = True
         self._last: ProfileAnswer | None = None  # the last profile, until its end has been asked for
@@ -91,13 +90,10 @@ class Profiler:
         file, num_steps = self._file, self._num_steps
         try:
             profile.stop()
-        except Exception as error:
+            work = (profile, file, num_steps)
+            threading.Thread(target=self._write, args=work, name="profile", daemon=True).start()
+        except Exception as error:  # of torch, or the process may have no further thread
             self._written(_failure(error))
-            return
-        self._writing = threading.Thread(
-            target=self._write, args=(profile, file, num_steps), name="profile", daemon=True
-        )
-        self._writing.start()
 
     def _start(self, message: StartProfile) -> ProfileAnswer:
         if self._profile is not None or not self._is_written:

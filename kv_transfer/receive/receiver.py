@@ -31,6 +31,7 @@ from common.wire.messages import (
     OfferBeside,
     PagesWritten,
     PairState,
+    Ping,
     PrefillDone,
     Refused,
     Resend,
@@ -258,7 +259,9 @@ class Receiver:
             return True
         if isinstance(message, AttachFailed):
             return self._on_attach_failed(peer, message, now)
-        return isinstance(message, Refused) and self._on_refused(peer, message, now)
+        if isinstance(message, Refused):
+            return self._on_refused(peer, message, now)
+        return isinstance(message, Ping)
 
     def _on_connected(self, peer: str, message: Connected, now: float) -> bool:
         connection = self._connections.awaited(peer, message.epoch)

@@ -90,7 +90,8 @@ class Sender:
 
         Transfers that the last epoch granted end or, where the decode node says that it will grant them again, wait for
         that. ``Connected``, ``Refused`` or ``AttachFailed`` comes out of ``take`` as soon as attaching has worked or
-        failed. ``Connected`` also says that no write of an earlier epoch is under way.
+        failed. ``Connected`` also says that no write of an earlier epoch is under way. Until then, a ``Ping`` says that
+        this node lives: attaching takes longer than a decode node waits for a node that may not be there.
         """
         if self._connections.is_stale(peer, connect):
             self._totals["stale_messages"] += 1
@@ -109,6 +110,9 @@ class Sender:
         if refused is not None:
             self._messages.append((peer, refused))
         self._poll_connections()
+        pending = self._connections.by_peer.get(peer)
+        if pending is not None and not pending.is_attached:
+            self._messages.append((peer, Ping()))
 
     def _poll_connections(self) -> None:
         answers, broken, changed = self._connections.poll()

@@ -8,6 +8,7 @@ not help, so this ends everything unless the service has been ready before.
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from dataclasses import dataclass, field
 
@@ -84,11 +85,14 @@ class Supervisor:
         delay = FIRST_DELAY_S
         while not self._is_stopping:
             began = time.monotonic()
-            status = await self._run_once(child)
+            try:
+                status = await self._run_once(child)
+                ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            except (OSError, subprocess.SubprocessError) as error:  # no process, descriptor or memory is left, perhaps
+                status, ended = 1, f"cannot be started ({error})"
             if self._is_stopping:
                 return
             child.num_deaths += 1
-            ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             if not self._has_been_ready and (status == REFUSED or child.num_deaths >= MAX_EARLY_DEATHS):
                 raise ChildFailed(f"{child.name} {ended}; see its output above", is_refusal=status == REFUSED)
             if time.monotonic() - began > STEADY_S:

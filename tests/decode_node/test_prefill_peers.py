@@ -273,6 +273,23 @@ def test_a_node_works_though_a_process_that_never_answers_is_named_at_its_addres
     assert_all_pages_are_released(cluster)
 
 
+def test_a_node_that_takes_long_to_attach_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of several transports may take as long as a decode node waits for a node that may not be there."""
+    cluster = LocalCluster()
+    [decode], [prefill] = cluster.decode, cluster.prefill
+    answer = cluster.submit("a", prompt_of(64), sampling(20))
+    with monkeypatch.context() as slow:
+        slow.setattr(prefill.writer, "poll", list)
+        cluster.settle(2)
+        cluster.clock.advance(2 * ANSWER_S)
+        cluster.settle(2)
+    cluster.run()
+    assert answer.output == expected_output(prompt_of(64), 20)
+    assert working_pairs(decode) == [prefill.name]
+    assert decode.role.counters()["stale_messages"] == 0
+    assert_all_pages_are_released(cluster)
+
+
 def failures(decode: Member) -> list[tuple[str, ErrorCode]]:
     return [(one.rid, one.code) for one in decode.role.outbox.gateway if isinstance(one, Failed)]
 

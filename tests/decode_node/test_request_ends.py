@@ -7,7 +7,7 @@ import pytest
 from support.cluster.local_cluster import LocalCluster, prompt_of, sampling
 
 from common.errors import ErrorCode
-from common.wire.messages import MAX_TEXT, Abort, Closed, Failed, Generate
+from common.wire.messages import MAX_TEXT, Abort, Closed, Failed, Generate, PrefillDone
 from decode_node.role import DecodeRole
 
 PROMPT = prompt_of(37)
@@ -80,6 +80,22 @@ def test_a_request_that_the_prefill_node_ends_before_it_has_pages_is_counted(
     assert list(role(cluster).requests()) == [("first", 0)]
     assert counts(cluster) == expected
     cluster.close()
+
+
+def test_a_first_token_that_the_model_does_not_have_ends_the_attempt_and_gives_the_pages_back(
+    cluster: LocalCluster,
+) -> None:
+    """The embedding of such a token would end the process."""
+    cluster.submit("r", PROMPT, sampling(20))
+    assert role(cluster)._scheduler.is_receiving(("r", 0))
+    forged = PrefillDone("r", 0, len(PROMPT), token=1 << 40)
+    role(cluster).on_peer(cluster.prefill[0].name, forged, cluster.clock.now())
+    while (failed := cluster.answers["r"].error) is None:
+        cluster.step()
+    assert failed.message == "the prefill node sampled a token outside of the vocabulary"
+    assert failed.code is ErrorCode.TRANSFER_FAILED
+    cluster.run()
+    role(cluster).check()
 
 
 def test_a_decode_node_does_not_report_that_the_prefill_node_is_full(cluster: LocalCluster) -> None:

@@ -113,6 +113,30 @@ async def test_once_ready_a_child_that_keeps_dying_is_always_restarted():
     running.cancel()
 
 
+@pytest.mark.parametrize("error", [OSError("no process is left"), subprocess.SubprocessError("no core is left")])
+async def test_a_child_that_cannot_be_started_is_tried_again_and_leaves_the_others_alone(monkeypatch, error):
+    spawn, errors, output = module._spawn, [error] * 2, Lines()
+    first, second = child("import time; time.sleep(60)", name="decode"), child("import time; time.sleep(60)")
+    supervisor = Supervisor([first, second], output)
+    supervisor.mark_ready()
+    running = asyncio.create_task(supervisor.run())
+    await until(lambda: first.process and second.process)
+    killed, kept = first.process, second.process
+
+    async def fail_at_first(one, output):
+        if errors:
+            raise errors.pop()
+        return await spawn(one, output)
+
+    monkeypatch.setattr(module, "_spawn", fail_at_first)
+    killed.kill()
+    await until(lambda: running.done() or first.process is not killed)
+    assert not running.done() and second.process is kept and kept.returncode is None
+    assert f"serve: decode cannot be started ({error}); starting it again in 0.02 s" in output.lines
+    await supervisor.stop()
+    await running
+
+
 async def test_a_child_that_ignores_sigterm_is_killed(monkeypatch):
     monkeypatch.setattr(module, "STOP_S", 0.2)
     deaf = child("import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)")

@@ -130,16 +130,23 @@ class ApiKeyFile:
         return KeyFile(keys, quotas)
 
     async def follow(self, on_change: Callable[[KeyFile], None]) -> None:
-        """Reads the file whenever it changes, for ever. After an error, what was read before stays valid."""
+        """Reads the file whenever it changes, for ever. After an error, what was read before stays valid, and the file
+        is read again until that works: the error may be of this process, such as too many open files.
+        """
+        problem = ""
         while True:
             await asyncio.sleep(POLL_S)
-            if not self._has_changed():
+            is_changed = self._has_changed()
+            if not (is_changed or problem):
                 continue
             try:
                 content = await asyncio.to_thread(self.read)
             except ConfigError as error:
-                log.error("%s; the keys read before stay valid", error)
+                if is_changed or str(error) != problem:
+                    log.error("%s; the keys read before stay valid", error)
+                problem = str(error)
             else:
+                problem = ""
                 on_change(content)
                 log.info("%s has changed: %d keys are valid", self._flag, len(content.keys))
 

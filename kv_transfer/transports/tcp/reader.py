@@ -213,13 +213,12 @@ class TcpReader(ReaderTransport):
             self._pending.reject(pending, "token")
             return
         pending.connection.send(terms.proof(self._key, b"accepted"))
+        authenticated = AuthenticatedConnection(pending.connection, terms, self._key)
+        thread = self._make_receive_thread(authenticated, (offer.peer, offer.epoch))
+        thread.start()
         del offer.awaited[terms.index]
         self._pending.promote(pending)
-        thread = self._make_receive_thread(
-            AuthenticatedConnection(pending.connection, terms, self._key), (offer.peer, offer.epoch)
-        )
         offer.threads.append(thread)
-        thread.start()
 
     def _make_receive_thread(self, authenticated: AuthenticatedConnection, owner: tuple[str, int]) -> ReceiveThread:
         return ReceiveThread(authenticated, owner, self.store, self._permissions, self._on_end)

@@ -29,6 +29,7 @@ from kv_transfer.transports.tcp.protocol import (
     AuthenticatedConnection,
     PayloadMac,
 )
+from kv_transfer.transports.tcp.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ class ReceiveThread:
         on_end: "Callable[[ReceiveThread], None]",
     ) -> None:
         self.peer = owner[0]
-        self.why = ""
+        self.why = "its thread has failed"  # unless it is set
         self._connection = authenticated.connection
         self._owner = owner
         self._page_seal, self._done_seal = authenticated.seal(b"pages"), authenticated.seal(b"acknowledgements")
@@ -184,8 +185,9 @@ class ReceiveThread:
         self._thread = threading.Thread(target=self._run, name="receive-pages", daemon=True)
 
     def start(self) -> None:
+        """Raises OSError: this process may have no further thread."""
         self._connection.setblocking(True)
-        self._thread.start()
+        start_thread(self._thread)
 
     # ---- called by the loop -------------------------------------------------------------------------------------
 
@@ -222,12 +224,13 @@ class ReceiveThread:
         try:
             with memoryview(self._store.memory) as memory:
                 self._serve(memory)
-                self.why = self.why or "it was closed at the other end"
+                self.why = "it was closed at the other end"
         except OSError as error:
             self.why = error.strerror or str(error)
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._on_end(self)
+        finally:  # whatever has ended it, no page comes any more
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._on_end(self)
 
     def _serve(self, memory: memoryview) -> None:
         """Receive page after page until the other end closes.

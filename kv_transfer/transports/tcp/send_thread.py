@@ -10,6 +10,7 @@ from typing import Any
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.page_store import PageStore
 from kv_transfer.transports.tcp.protocol import PAGE, PAGE_MAGIC, AuthenticatedConnection
+from kv_transfer.transports.tcp.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,9 @@ class SendThread:
     # ---- called by the loop -------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        """Raises OSError: this process may have no further thread."""
         self._connection.setblocking(True)  # for the thread; the loop says MSG_DONTWAIT
-        self._thread.start()
+        start_thread(self._thread)
 
     def put(self, job: Job) -> None:
         self._jobs.put(job)
@@ -66,6 +68,7 @@ class SendThread:
         except OSError as error:
             self.why = error.strerror or str(error)
             log.debug("a page connection ends: %s", error)
+        finally:  # whatever has ended it, no page leaves any more
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)  # wakes the loop
 

@@ -357,8 +357,9 @@ class TcpWriter(WriterTransport):
         assert connection.terms is not None
         authenticated = AuthenticatedConnection(connection.sock, connection.terms, self._key)
         connection.seal = authenticated.seal(b"acknowledgements")
-        connection.thread = self._make_send_thread(authenticated)
-        connection.thread.start()
+        thread = self._make_send_thread(authenticated)
+        thread.start()
+        connection.thread = thread
         self._mark_ready(peer_state, connection)
 
     def _make_send_thread(self, authenticated: AuthenticatedConnection) -> SendThread:

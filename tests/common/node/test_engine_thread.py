@@ -99,6 +99,22 @@ def test_an_exception_of_the_executor_is_raised_by_take() -> None:
     thread.close()
 
 
+class FailingProfiler:
+    seconds_left = None
+
+    def after_step(self) -> None:
+        raise ValueError("not foreseen")
+
+
+def test_an_unexpected_error_of_the_thread_is_raised_by_take_after_the_results_before_it() -> None:
+    thread = EngineThread(Engine(), FailingProfiler())  # type: ignore[arg-type]
+    thread.submit(plan(1))
+    assert taken(thread).step == 1
+    with pytest.raises(ValueError, match="not foreseen"):
+        taken(thread)
+    thread.close()
+
+
 def test_two_steps_may_be_outstanding_and_their_results_come_in_order() -> None:
     thread = EngineThread(Engine(), max_outstanding=2)
     thread.submit(plan(1))

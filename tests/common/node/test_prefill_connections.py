@@ -9,7 +9,7 @@ import zmq
 from common.node.endpoint import ControlEndpoint
 from common.node.prefill_connections import PrefillConnections
 from common.wire.mailbox import Mailbox
-from common.wire.messages import Closed, FromDecode, Peer, TransferAck
+from common.wire.messages import Closed, FromDecode, Message, Peer, Ping, TransferAck
 from common.wire.process_id import new_incarnation
 
 
@@ -61,11 +61,12 @@ def test_a_node_that_starts_again_at_its_address_is_reached_though_the_process_b
     while not received and time.monotonic() < ends_at:
         received = [letter.message for letter in restarted.receive()]
     assert received == [message]
-    assert restarted.send(Closed("r", 0, "aborted"), target=ours)
-    answers: list[object] = []
-    while not answers and time.monotonic() < ends_at:
-        answers = list(connections.receive())
-    assert answers == [(now.incarnation, Closed("r", 0, "aborted"))], "the connection of before is not answered"
+    assert restarted.send(Ping(), target=ours) and restarted.send(Closed("r", 0, "aborted"), target=ours)
+    answers: list[tuple[str, Message]] = []
+    while len(answers) < 2 and time.monotonic() < ends_at:
+        answers += connections.receive()
+    sent = [Ping(), Closed("r", 0, "aborted")]
+    assert answers == [(now.incarnation, message) for message in sent], "the connection of before is not answered"
     for peer in (before, now):
         connections.hang_up(peer.incarnation)
     for mailbox in (listen, restarted):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import queue
+import threading
 import time
 
 import pytest
@@ -136,6 +137,17 @@ def test_a_folder_that_cannot_be_made_is_refused_at_start(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--profile-dir"):
         Profiler(tmp_path / "file" / "traces", "decode")
+
+
+def test_a_profile_for_which_there_is_no_thread_fails_and_the_steps_go_on(engine, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    ask(engine, StartProfile(activities=("CPU",), number=1))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert ask(engine, StopProfile(number=2)).error == "the profiler failed: can't start new thread"
+    step(engine, 2)
 
 
 class Broken:

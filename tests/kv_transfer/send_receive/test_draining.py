@@ -14,6 +14,7 @@ from common.wire.messages import (
     Grant,
     LayoutMessage,
     PagesWritten,
+    Ping,
     PrefillDone,
 )
 from kv_transfer.send.sender import Sender
@@ -36,7 +37,7 @@ def granted(store: MemfdStore) -> tuple[FakeWriter, Sender]:
     sender.pump(0.0)
     sender.check()
     writer.is_draining = True
-    assert sender.take() == ([(DECODE, Connected(1, "slow"))], [])
+    assert sender.take() == ([(DECODE, Ping()), (DECODE, Connected(1, "slow"))], [])
     return writer, sender
 
 
@@ -61,7 +62,7 @@ def test_a_transfer_aborted_after_its_pair_was_replaced_is_closed_after_the_writ
     sender.on_message(DECODE, AbortTransfer("r", 0), 0.0)
     sender.check()
     messages, released = sender.take()
-    assert messages == []
+    assert messages == [(DECODE, Ping())]
     assert [(release.key, release.ok) for release in released] == [(("r", 0), False)]
     writer.news = [Attached(DECODE, 2)]
     sender.pump(0.0)
@@ -94,7 +95,7 @@ def test_transfers_continue_only_after_their_pair_is_connected_again(store: Memf
     writer.news = [Attached(DECODE, 2)]
     sender.pump(0.0)
     messages, released = sender.take()
-    assert messages == [(DECODE, Connected(2, "slow"))]
+    assert messages == [(DECODE, Ping()), (DECODE, Connected(2, "slow"))]
     if not resumes:
         [release] = released
         assert (release.ok, release.reason) == (False, "the decode node has connected again")

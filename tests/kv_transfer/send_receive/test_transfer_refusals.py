@@ -220,7 +220,6 @@ def test_another_prefill_node_cannot_affect_a_transfer(pair: TransferPair) -> No
         Connected(1, "inprocess"),
         Connected(9, "inprocess"),
         Refused("late"),
-        Ping(),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ import math
 import os
 import select
 import socket
+import threading
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,6 +29,8 @@ from kv_transfer.transports.base import Attached, AttachError
 from kv_transfer.transports.tcp import TcpReader, TcpWriter, receive_thread
 from kv_transfer.transports.tcp import writer as tcp_writer
 from kv_transfer.transports.tcp.protocol import DONE, HELLO, MAGIC, WELCOME, Terms
+from kv_transfer.transports.tcp.receive_thread import ReceiveThread
+from kv_transfer.transports.tcp.send_thread import SendThread
 
 # ---- accepted and rejected connections ---------------------------------------------------------------------------
 
@@ -275,6 +278,48 @@ def test_both_ends_notice_a_cut_connection_and_the_pair_forms_again(
     ticket = writer.write(DECODE, [(1, 3)])
     assert until(writer.done) == [ticket]
     assert set(store.read(3)) == {42}
+
+
+@pytest.mark.parametrize("name", ["send-pages", "receive-pages"])
+def test_without_a_further_thread_attaching_fails_and_works_later(
+    reader: TcpReader, writer: TcpWriter, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def problem() -> str:
+        reader.poll(0.0)
+        return "".join(attached.problem for attached in writer.poll())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        writer.attach(DECODE, offer(reader))
+        why = "no further thread can be started" if name == "send-pages" else "it closed the connection"
+        assert why in until(problem)
+    assert writer.detach(DECODE)
+    reader.withdraw(PREFILL)
+    reader.poll(0.0)
+    join(writer, reader, epoch=2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("thread", [SendThread, ReceiveThread])
+def test_both_ends_notice_a_thread_that_ends_by_an_unexpected_error(
+    reader: TcpReader, writer: TcpWriter, monkeypatch: pytest.MonkeyPatch, thread: type
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    join(writer, reader)
+    reader.allow(PREFILL, 1, [3])
+    monkeypatch.setattr(thread, "_header" if thread is SendThread else "_understood", fail)
+    writer.write(DECODE, [(1, 3)])
+    assert until(writer.poll)[0].problem
+    assert [(f.peer, f.epoch) for f in until(lambda: reader.poll(0.0))] == [(PREFILL, 1)]
 
 
 def test_a_writer_breaks_a_pair_whose_packets_vanish_and_says_first_that_a_page_is_late(

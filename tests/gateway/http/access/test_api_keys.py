@@ -1,8 +1,10 @@
 """The file of hashed API keys: what it may say, and that it is read again when it changes."""
 
 import asyncio
+import errno
 import logging
 import os
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +114,35 @@ def test_a_file_that_others_may_use_is_warned_of(path, caplog, mode, is_open):
     assert ("can be read or changed by other users" in caplog.text) == is_open
 
 
+async def until(condition):
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_a_changed_file_that_cannot_be_read_at_once_is_read_until_it_can(path, caplog, monkeypatch):
+    """Otherwise a key that was taken out of the file would stay valid."""
+    monkeypatch.setattr(api_keys, "POLL_S", 0.002)
+    file, read_text = ApiKeyFile(path, (), {}), Path.read_text
+    errors = [OSError(errno.EMFILE, "Too many open files")] * 3
+
+    def fail_at_first(path, **options):
+        if errors:
+            raise errors.pop()
+        return read_text(path, **options)
+
+    path.write_text(f"[[key]]\nhash = '{K1}'")
+    file.read()
+    seen = []
+    following = asyncio.create_task(file.follow(lambda content: seen.append(set(content.keys))))
+    monkeypatch.setattr(Path, "read_text", fail_at_first)
+    path.write_text("")
+    await until(lambda: seen)
+    assert seen == [set()] and not errors
+    assert caplog.text.count("Too many open files; the keys read before stay valid") == 1
+    following.cancel()
+
+
 async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(path, caplog, monkeypatch):
     monkeypatch.setattr(api_keys, "POLL_S", 0.002)
     caplog.set_level(logging.INFO)
@@ -119,11 +150,6 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(pat
     file.read()
     seen = []
     following = asyncio.create_task(file.follow(lambda content: seen.append(set(content.keys))))
-
-    async def until(condition):
-        async with asyncio.timeout(60):
-            while not condition():
-                await asyncio.sleep(0.002)
 
     def put(text):
         new = path.with_suffix(".new")
