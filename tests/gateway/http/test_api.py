@@ -400,6 +400,25 @@ async def test_detokenize_reverses_tokenize(stack):
     assert TEXT.decode(answer["tokens"], skip_special=False).endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize(
+    ("given", "of_text", "of_messages"),
+    [({}, True, False), (None, True, False), (True, True, True), (False, False, False)],
+)
+async def test_tokenize_adds_special_tokens_as_generating_endpoints_do(stack, monkeypatch, given, of_text, of_messages):
+    added = []
+    encode = Tokenizer.encode
+
+    def noted(self, text, *, add_special_tokens, **options):
+        added.append(add_special_tokens)
+        return encode(self, text, add_special_tokens=add_special_tokens, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    fields = {"add_special_tokens": given} if given != {} else {}
+    assert (await stack.post("/tokenize", {"prompt": "a", **fields}))[0] == 200
+    assert (await stack.post("/tokenize", {"messages": [{"role": "user", "content": "a"}], **fields}))[0] == 200
+    assert added == [of_text, of_messages]
+
+
 async def test_workers_show_the_last_reports_of_the_nodes(stack):
     for node in stack.nodes:
         node.is_beating = False
