@@ -163,7 +163,7 @@ def test_errors_name_the_values_that_a_field_may_have_and_what_is_missing(kind, 
     assert refused(kind, body).message == message
 
 
-@pytest.mark.parametrize("text", ["\ud83d", "a\ud83d", "\ud83dabcdefghijk", "\ude80", "\ud83d\ud83d"])
+@pytest.mark.parametrize("text", ["\ud83d", "a\ud83d", "\ud83dabcdefghijk", "b\ude80", "\ud83d\ud83d"])
 def test_half_of_a_character_is_refused_by_what_it_is(text):
     """Some clients cut long texts between the two escapes of an emoji."""
     for body in ({"prompt": text}, {"prompt": text, "max_tokens": 1}, {"max_tokens": 1, "prompt": [text, "a"]}):
