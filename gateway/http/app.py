@@ -43,6 +43,16 @@ from gateway.http.routes import (
 )
 from gateway.http.services import Services, baton_version
 
+#: What paths of vLLM and SGLang are called here.
+OTHER_PATHS = {
+    "/health_generate": "/ready",
+    "/ping": "/health",
+    "/version": "/server_info",
+    "/get_server_info": "/server_info",
+    "/model_info": "/get_model_info",
+    "/reset_prefix_cache": "/flush_cache",
+}
+
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
@@ -150,7 +160,7 @@ def _handle_exceptions(app: FastAPI) -> None:
 def _other_path(app: FastAPI, scope: Scope) -> str:
     """What to do about a path that does not exist: clients often have a base URL with or without the ``/v1``."""
     path = scope["path"]
-    for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/")):
+    for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/"), OTHER_PATHS.get(path, path)):
         if other != path and _is_served(app, {**scope, "path": other}):
             return f"did you mean {other}?"
     return "/openapi.json lists all that do"

@@ -47,10 +47,13 @@ async def test_an_error_about_a_path_names_the_path_beside_or_without_v1(stack):
         ("/v1/v1/messages", "did you mean /v1/messages?"),
         ("/v1/messages/count_tokens/", "did you mean /v1/messages/count_tokens?"),
         ("/v1/tokenize", "did you mean /tokenize?"),
+        ("/reset_prefix_cache", "did you mean /flush_cache?"),
         ("/nothing", "/openapi.json lists all that do"),
     ):
         _, _, body = await request(stack, "POST", path)
         assert json.loads(body)["error"]["message"] == f"this path does not exist; {hint}"
+    _, _, body = await request(stack, "GET", "/health_generate")
+    assert json.loads(body)["error"]["message"].endswith("did you mean /ready?")
 
 
 async def test_every_answer_has_the_clients_request_id_or_a_new_one(stack):
