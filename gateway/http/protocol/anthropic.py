@@ -15,6 +15,7 @@ from gateway.http.protocol.fields import (
     Priority,
     PriorityClass,
     Salt,
+    Share,
     Strict,
     supports,
 )
@@ -105,7 +106,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     # Beyond Anthropic's; the last six are Baton's own fields, as in all endpoints.
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None

@@ -275,6 +275,19 @@ async def test_absent_fields_take_the_models_defaults(folder):
         assert sampling.repetition_penalty == 1.05
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
+    ],
+)
+async def test_a_top_p_of_zero_leaves_the_most_likely_token(stack, path, body):
+    assert (await stack.post(path, {**body, "temperature": 0.7, "top_p": 0}))[0] == 200
+    (generate,) = stack.nodes[0].generates.values()
+    assert (generate.sampling.temperature, generate.sampling.top_p) == (0.0, 1.0)
+
+
 async def test_without_a_seed_one_is_drawn_for_both_nodes(stack):
     for _ in range(2):
         await stack.post("/v1/completions", {"prompt": "a"})

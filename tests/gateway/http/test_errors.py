@@ -58,7 +58,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
     ({"prompt": "a", "temperature": -0.1}, "temperature"),
     ({"prompt": "a", "temperature": 1e9}, "temperature"),
-    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": -0.1}, "top_p"),
     ({"prompt": "a", "top_p": 1.1}, "top_p"),
     ({"prompt": "a", "top_k": -2}, "top_k"),
     ({"prompt": "a", "min_p": 2}, "min_p"),
