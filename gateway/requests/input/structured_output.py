@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.errors import ErrorCode, RequestError
 from common.system.deep_threads import MAX_GRAMMAR_BYTES, deep_threads
@@ -44,6 +44,8 @@ MAX_PARTS, MAX_PARTS_BYTES = 256, 4 << 20
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "lark"]
 
 _LIMITS = LLParserLimits(verbose_errors=False)
+#: What a grammar in Lark has, and one in EBNF has not, in which rules are written with ``::=``.
+_LARK = re.compile(r"(?m)^\s*(?:%llguidance\b|\??start\s*:(?!:))")
 #: Where llguidance found an error in a Lark text, and the lines that it quotes.
 _LOCATION = re.compile(r"^at \d+\(\d+\): ")
 _QUOTED_LINES = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
@@ -242,7 +244,8 @@ def to_lark(wanted: StructuredOutput) -> str:
         _check_size(value, MAX_REGEX_BYTES, param)
         return _compiled(f"start: /{regex_to_lark(value)}/", param)
     if wanted.kind == "grammar":
-        return _compiled(_ebnf(value, param), param, has_location=is_lark_syntax(value))
+        is_lark = _LARK.search(value) is not None
+        return _compiled(value if is_lark else _ebnf(value, param), param, has_location=is_lark)
     return _compiled(value, param)
 
 
@@ -266,13 +269,11 @@ def _lark_of(schema: Mapping[str, Any]) -> str:
 
 
 def _ebnf(text: str, param: str) -> str:
-    """Return Lark for a grammar in EBNF, as llama.cpp and xgrammar read it; a Lark grammar is returned as it is."""
-    if is_lark_syntax(text):
-        return text
+    """Return Lark for a grammar in EBNF, as llama.cpp and xgrammar read it."""
     if text.count("::=") > MAX_EBNF_RULES:
         raise refuse(f"has {text.count('::=')} rules, at most {MAX_EBNF_RULES} are allowed", param)
     try:
-        return any_to_lark(text)
+        return gbnf_to_lark(text)
     except RecursionError as error:
         raise refuse("is nested too deeply", param) from error
     except Exception as error:  # the library raises bare Exception
