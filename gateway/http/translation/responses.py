@@ -311,6 +311,8 @@ def _response_format(given: TextFormat | None) -> ResponseFormat | None:
     if given is None:
         return None
     if given.type != "json_schema":
+        if given.schema is not None:
+            raise refuse("needs the type json_schema", "text.format.schema")
         return ResponseFormat(type=given.type)
     if given.schema is None:
         raise missing("text.format.schema")

@@ -121,6 +121,10 @@ def _wanted(struct: msgspec.Struct, fields: Mapping[str, Kind], prefix: str) -> 
 
 def _response_format(given: Mapping[str, Any], param: str) -> StructuredOutput | None:
     kind = given.get("type")
+    name = "schema" if given.get("json_schema") is None else "json_schema"
+    if given.get(name) is not None and (kind, name) != ("json_schema", "json_schema"):
+        message = 'has no effect here; write {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+        raise refuse(message, f"{param}.{name}")
     if kind == "json_object":
         return StructuredOutput(param, "json_object")
     if kind == "structural_tag":

@@ -105,6 +105,9 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
     ({"prompt": "a", "repetition_penalty": 2.1}, "repetition_penalty"),
     ({"prompt": "a", "response_format": {"type": "json"}}, "response_format.type"),
+    ({"prompt": "a", "response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"prompt": "a", "response_format": {"type": "json_schema", "schema": {}}}, "response_format.schema"),
+    ({"prompt": "a", "response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
 ]
 
 BAD_CHATS = [

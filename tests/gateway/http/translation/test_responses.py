@@ -235,6 +235,7 @@ def test_what_is_not_supported_is_refused_by_name(fields, param):
         ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function"}]}}, "tool_choice.tools[0].name"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
         ({"n": 2}, "n"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
