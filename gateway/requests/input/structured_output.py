@@ -44,8 +44,9 @@ MAX_PARTS, MAX_PARTS_BYTES = 256, 4 << 20
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "lark"]
 
 _LIMITS = LLParserLimits(verbose_errors=False)
-#: What a grammar in Lark has, and one in EBNF has not, in which rules are written with ``::=``.
-_LARK = re.compile(r"(?m)^\s*(?:%llguidance\b|\??start\s*:(?!:))")
+#: What a grammar in Lark has, and one in EBNF has not, in which rules are written with ``::=``. If the whitespace could
+#: reach across lines, the time of the search would grow with the square of the number of blank lines.
+_LARK = re.compile(r"(?m)^[ \t]*(?:%llguidance\b|\??start[ \t]*:(?!:))")
 #: Where llguidance found an error in a Lark text, and the lines that it quotes.
 _LOCATION = re.compile(r"^at \d+\(\d+\): ")
 _QUOTED_LINES = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
