@@ -22,6 +22,8 @@ Body = TypeVar("Body", bound=Strict)
 MAX_NAMED_EXTRAS = 16
 #: Characters that count of the name of an unknown field, and of the path to it: a name may be as long as the body.
 MAX_NAME, MAX_PATH = 64, 256
+#: Characters of msgspec's complaint, which quotes a wrong text as a whole.
+MAX_SENTENCE = 400
 _STRANGE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -174,7 +176,7 @@ def _named(message: str, kind: type[Strict]) -> RequestError:
     """msgspec's complaint, its ``$.a.b[0]`` turned into a parameter's name."""
     at = _AT.search(message)
     path = at.group(1) if at else ""
-    sentence = (message[: at.start()] if at else message).replace("`", "")
+    sentence = (message[: at.start()] if at else message)[:MAX_SENTENCE].replace("`", "")
     if sentence.startswith("Invalid enum value"):
         sentence += f"; it may be {', '.join(_choices(kind, path))}"
     path = path.replace("[...]", "")

@@ -163,6 +163,13 @@ def test_errors_name_the_values_that_a_field_may_have_and_what_is_missing(kind, 
     assert refused(kind, body).message == message
 
 
+def test_of_a_long_text_that_is_wrong_only_the_beginning_is_shown():
+    message = refused(ChatCompletionRequest, {**CHAT, "tool_choice": "x" * 100_000}).message
+    assert message.startswith("tool_choice: Invalid enum value 'xxx")
+    assert message.endswith("x; it may be auto, none, required")
+    assert len(message) < 500
+
+
 @pytest.mark.parametrize("text", ["\ud83d", "a\ud83d", "\ud83dabcdefghijk", "b\ude80", "\ud83d\ud83d"])
 def test_half_of_a_character_is_refused_by_what_it_is(text):
     """Some clients cut long texts between the two escapes of an emoji."""
