@@ -4,7 +4,7 @@ Generating endpoints are plain Starlette routes (``gateway.http.generate``); all
 FastAPI in ``gateway.http.routes``.
 """
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import ErrorCode, RequestError
 from gateway.http.access.request_checks import RequestChecks
-from gateway.http.errors import Envelope, HttpError, anthropic_envelope, error_headers, openai_envelope
+from gateway.http.errors import HttpError, anthropic_envelope, error_headers, openai_envelope
 from gateway.http.formatters.common import as_error
 from gateway.http.generate import GenerateApp
 from gateway.http.http_connection import REQUEST_ID
@@ -42,6 +42,16 @@ from gateway.http.routes import (
     workers,
 )
 from gateway.http.services import Services, baton_version
+
+#: What paths of vLLM and SGLang are called here.
+OTHER_PATHS = {
+    "/health_generate": "/ready",
+    "/ping": "/health",
+    "/version": "/server_info",
+    "/get_server_info": "/server_info",
+    "/model_info": "/get_model_info",
+    "/reset_prefix_cache": "/flush_cache",
+}
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -78,11 +88,8 @@ def make_app(
     lifespan: Lifespan,
     plugins: Iterable[Callable[[FastAPI], object]] = (),
 ) -> FastAPI:
-    generating = list(generating)
-    envelopes = {app.endpoint.path: app.endpoint.envelope for app in generating}
-    envelopes[messages.COUNT_TOKENS] = anthropic_envelope
     app = GatewayApp(
-        generating,
+        list(generating),
         title="Baton",
         version=baton_version(),
         lifespan=lifespan,
@@ -99,7 +106,7 @@ def make_app(
     )  # fmt: skip
     for module in routers:
         app.include_router(module.make_router(services, checks))
-    _handle_exceptions(app, envelopes)
+    _handle_exceptions(app)
     if services.config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -113,13 +120,14 @@ def make_app(
     return app
 
 
-def _handle_exceptions(app: FastAPI, envelopes: Mapping[str, Envelope]) -> None:
+def _handle_exceptions(app: FastAPI) -> None:
     """Makes an answer of each exception, in the envelope of the path's API."""
 
     def respond(request: Request, error: RequestError) -> Response:
-        envelope = envelopes.get(request.scope["path"], openai_envelope)
-        body = envelope(error, request.scope["state"].get(REQUEST_ID, ""))
-        return JsonResponse(body, error.status, error_headers(error))
+        request_id, headers = request.scope["state"].get(REQUEST_ID, ""), error_headers(error)
+        if not request.scope["path"].startswith(messages.PREFIX):
+            return JsonResponse(openai_envelope(error, request_id), error.status, headers)
+        return JsonResponse(anthropic_envelope(error, request_id), error.status, {**headers, "request-id": request_id})
 
     async def on_error(request: Request, error: Exception) -> Response:
         return respond(request, as_error(error))
@@ -127,7 +135,8 @@ def _handle_exceptions(app: FastAPI, envelopes: Mapping[str, Envelope]) -> None:
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            return respond(request, RequestError(ErrorCode.NOT_FOUND, "this path does not exist"))
+            message = f"this path does not exist; {_other_path(app, request.scope)}"
+            return respond(request, RequestError(ErrorCode.NOT_FOUND, message))
         if error.status_code != 405:
             return respond(request, HttpError(error.status_code, str(error.detail)))
         allow = ", ".join(_methods(app, request.scope))
@@ -148,12 +157,21 @@ def _handle_exceptions(app: FastAPI, envelopes: Mapping[str, Envelope]) -> None:
     app.add_exception_handler(Exception, on_error)
 
 
+def _other_path(app: FastAPI, scope: Scope) -> str:
+    """What to do about a path that does not exist: clients often have a base URL with or without the ``/v1``."""
+    path = scope["path"]
+    for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/"), OTHER_PATHS.get(path, path)):
+        if other != path and _is_served(app, {**scope, "path": other}):
+            return f"did you mean {other}?"
+    return "/openapi.json lists all that do"
+
+
 def _methods(app: FastAPI, scope: Scope) -> list[str]:
     """The methods that the path of a request takes."""
     methods = ("DELETE", "GET", "PATCH", "POST", "PUT")
-    allowed = [
-        method
-        for method in methods
-        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in app.routes)
-    ]
+    allowed = [method for method in methods if _is_served(app, {**scope, "method": method})]
     return [*allowed, *(["HEAD"] if "GET" in allowed else []), "OPTIONS"]
+
+
+def _is_served(app: FastAPI, scope: Scope) -> bool:
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

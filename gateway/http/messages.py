@@ -7,7 +7,7 @@ from gateway.http.protocol.anthropic import CountTokensRequest, MessagesRequest
 from gateway.http.protocol.openai import ChatCompletionRequest
 from gateway.http.translation.anthropic import FIELD_NAMES, to_chat
 from gateway.http.translation.common import own_name, with_own_names
-from gateway.requests.input.generate_request import GenerateRequest, in_pieces
+from gateway.requests.input.generate_request import GenerateRequest, in_pieces, prompt_only
 from gateway.requests.input.input_processor import InputProcessor
 from gateway.workers.served_models import ServedModel
 
@@ -48,6 +48,7 @@ def _chat(body: CountTokensRequest, model: ServedModel) -> ChatCompletionRequest
 
 def _at_most(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
     """The request with an upper bound of its output, which has been set to all that fits behind the prompt."""
-    sampling = request.sampling._replace(max_new_tokens=min(request.sampling.max_new_tokens, max_tokens))
+    sampling = request.sampling._replace(max_new_tokens=max(min(request.sampling.max_new_tokens, max_tokens), 1))
     expected = min(request.expected_output, sampling.max_new_tokens)
-    return replace(request, sampling=sampling, expected_output=expected)
+    bounded = replace(request, sampling=sampling, expected_output=expected)
+    return bounded if max_tokens else prompt_only(bounded)

@@ -317,7 +317,7 @@ def _content(message: ChatMessage, param: str) -> str:
 
 def _part_text(part: Part, param: str) -> str:
     if part.type not in ("text", "refusal"):
-        raise refuse("only text is supported", f"{param}.type", ErrorCode.NOT_SUPPORTED)
+        raise refuse(f"{part.type[:100]!r} is not supported; only text is", f"{param}.type", ErrorCode.NOT_SUPPORTED)
     text = part.text if part.type == "text" else part.refusal
     if text is None:
         raise refuse("is missing", f"{param}.{part.type}")

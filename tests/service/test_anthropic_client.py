@@ -101,6 +101,14 @@ def test_tokens_are_counted_as_a_message_uses_them(client: anthropic.Anthropic) 
     assert again.cache_read_input_tokens
 
 
+def test_a_prompt_is_cached_without_output(client: anthropic.Anthropic) -> None:
+    options = {**OPTIONS, "messages": [{"role": "user", "content": "A speech that is long enough to be cached. " * 9}]}
+    empty = client.messages.create(**{**options, "max_tokens": 0})
+    assert (empty.content, empty.stop_reason, empty.usage.output_tokens) == ([], "max_tokens", 0)
+    cached = client.messages.create(**options).usage.cache_read_input_tokens or 0
+    assert cached > (empty.usage.cache_read_input_tokens or 0)
+
+
 def test_a_stop_sequence_ends_the_message(client: anthropic.Anthropic) -> None:
     text = text_of(client.messages.create(**OPTIONS))
     stop = text[len(text) // 2 : len(text) // 2 + 2]
@@ -150,5 +158,5 @@ def test_errors_have_their_types(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="only text is"):
         client.messages.create(**{**OPTIONS, "messages": [{"role": "user", "content": [image]}]})
     server_tool: Any = {"type": "web_search_20250305", "name": "web_search"}
-    with pytest.raises(anthropic.BadRequestError, match="is a tool of Anthropic's"):
+    with pytest.raises(anthropic.BadRequestError, match="only tools with an input_schema are"):
         client.messages.create(**OPTIONS, tools=[server_tool])

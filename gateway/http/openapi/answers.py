@@ -35,7 +35,10 @@ class AnthropicError(Answer):
 
 
 class Model(Answer):
-    """``max_model_len`` is null until nodes can serve the model. A LoRA adapter's ``parent`` is its model."""
+    """``max_model_len`` is null until nodes can serve the model. A LoRA adapter's ``parent`` is its model.
+
+    The last four fields are Anthropic's, and so are the last three of the list.
+    """
 
     id: str
     object: Literal["model"]
@@ -44,11 +47,18 @@ class Model(Answer):
     max_model_len: int | None
     root: str
     parent: str | None
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
 
 
 class ModelList(Answer):
     object: Literal["list"]
     data: list[Model]
+    first_id: str
+    last_id: str
+    has_more: bool
 
 
 class ModelInfo(Answer):

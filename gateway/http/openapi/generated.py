@@ -231,6 +231,7 @@ class FunctionCallItem(Answer, tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class InputTokensDetails(Answer):

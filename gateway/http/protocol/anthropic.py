@@ -7,6 +7,7 @@ from msgspec import Meta
 from gateway.http.protocol.fields import (
     MAX_INT,
     MAX_STOPS,
+    Count,
     DeadlineMs,
     Extensible,
     NotEmpty,
@@ -14,6 +15,7 @@ from gateway.http.protocol.fields import (
     Priority,
     PriorityClass,
     Salt,
+    Share,
     Strict,
     supports,
 )
@@ -35,7 +37,7 @@ class ContentBlock(Extensible, kw_only=True):
     input: dict[str, Any] | None = None
     # tool_result
     tool_use_id: CallId | None = None
-    content: "str | list[ContentBlock] | None" = None
+    content: "str | list[ContentBlock] | dict[str, Any] | None" = None  # an object in results of Anthropic's tools
     is_error: bool | None = None
     # Blocks of an answer have these; they may come back and mean nothing then.
     signature: str | None = None
@@ -52,7 +54,7 @@ class AnthropicMessage(Extensible, kw_only=True):
 class AnthropicTool(Extensible, kw_only=True):
     """A function that the model may call; tools that Anthropic defines are refused by their type."""
 
-    name: FunctionName
+    name: FunctionName | None = None  # toolsets have none
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -69,7 +71,7 @@ class AnthropicToolChoice(Extensible, kw_only=True):
 class ThinkingConfig(Extensible, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Positive | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class AnthropicOutputFormat(Extensible, kw_only=True):
@@ -100,11 +102,11 @@ class CountTokensRequest(Strict, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """``POST /v1/messages``."""
 
-    max_tokens: Positive
+    max_tokens: Count  # 0: the prompt is computed and cached, and the message is empty
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     # Beyond Anthropic's; the last six are Baton's own fields, as in all endpoints.
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None

@@ -7,13 +7,14 @@ A body is decoded once, straight into its struct. Only one with an unknown field
 import difflib
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.protocol.extras import INSTEAD, UNSUPPORTED, WITHOUT_EFFECT
+from gateway.http.protocol.extras import INSTEAD, OTHER_NAMES, UNSUPPORTED, WITHOUT_EFFECT
 from gateway.http.protocol.fields import Extensible, Strict
 
 Body = TypeVar("Body", bound=Strict)
@@ -21,6 +22,8 @@ Body = TypeVar("Body", bound=Strict)
 MAX_NAMED_EXTRAS = 16
 #: Characters that count of the name of an unknown field, and of the path to it: a name may be as long as the body.
 MAX_NAME, MAX_PATH = 64, 256
+#: Characters of msgspec's complaint, which quotes a wrong text as a whole.
+MAX_SENTENCE = 400
 _STRANGE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -53,7 +56,7 @@ def decode_with_extras(kind: type[Body], body: bytes, *, are_refused: bool = Fal
             plain = cleaner.cleaned(msgspec.json.decode(body), _described(kind), "")
             decoded = msgspec.convert(plain, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from error
+        raise _named(str(error), kind) from error
     except msgspec.DecodeError as error:
         raise _malformed(body, str(error)) from error
     except UnicodeDecodeError as error:
@@ -102,7 +105,7 @@ class _Cleaner:
                 if item is not None:
                     self.ignore(where)
             else:
-                _refuse_unknown(name, item, where, list(kinds))
+                _refuse_unknown(name, item, where, kinds)
         return cleaned
 
     def ignore(self, where: str) -> None:
@@ -113,15 +116,26 @@ class _Cleaner:
             self.ignored[_STRANGE.sub("_", re.sub(r"\[\d+\]", "", where[:MAX_PATH]))[:MAX_NAME]] = None
 
 
-def _refuse_unknown(name: str, value: object, where: str, known: list[str]) -> None:
+def _refuse_unknown(name: str, value: object, where: str, known: Mapping[str, inspect.Type]) -> None:
     """Refuses an unknown field, unless its value asks for nothing."""
-    hint = INSTEAD.get(name)
     if name not in UNSUPPORTED:
-        close = difflib.get_close_matches(name[:MAX_NAME], known, 1)
-        hint = hint or (f"did you mean {close[0]}?" if close else None)
+        hint = _other_place(name, known) or INSTEAD.get(name)
+        if hint is None and (close := difflib.get_close_matches(name[:MAX_NAME], known, 1)):
+            hint = f"did you mean {close[0]}?"
         raise refuse("unknown field" + (f"; {hint}" if hint else ""), where[:200])
     if value is not None and not any(value == other and type(value) is type(other) for other in UNSUPPORTED[name]):
-        raise refuse(f"not supported by this server; {hint or 'leave it out'}", where, ErrorCode.NOT_SUPPORTED)
+        hint = INSTEAD.get(name, "leave it out")
+        raise refuse(f"not supported by this server; {hint}", where, ErrorCode.NOT_SUPPORTED)
+
+
+def _other_place(name: str, known: Mapping[str, inspect.Type]) -> str | None:
+    """Where a body takes an unknown field: inside one of its own, or by the name that another API has for it."""
+    for outer, kind in known.items():
+        for struct in _options(kind):
+            if isinstance(struct, inspect.StructType) and any(field.encode_name == name for field in struct.fields):
+                return f"put it into {outer}"
+    other = next((other for other in OTHER_NAMES.get(name, ()) if other.partition(".")[0] in known), None)
+    return other and f"use {other}"
 
 
 @functools.cache
@@ -162,21 +176,47 @@ def _struct(kind: inspect.Type, value: dict[str, Any]) -> inspect.StructType | N
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _QUOTED_FIELD = re.compile(r"required field `([^`]*)`")
 _LAST_KEY = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:\s*[-+]?$')
+_STEP = re.compile(r"[^.\[\]]+")
+#: The beginning of a pair of surrogates, which has 12 bytes.
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB]")
 
 
-def _named(message: str) -> RequestError:
+def _named(message: str, kind: type[Strict]) -> RequestError:
     """msgspec's complaint, its ``$.a.b[0]`` turned into a parameter's name."""
     at = _AT.search(message)
-    path = re.sub(r"\[\.\.\.\]", "", at.group(1)) if at else ""
-    sentence = message[: at.start()] if at else message
+    path = at.group(1) if at else ""
+    sentence = (message[: at.start()] if at else message)[:MAX_SENTENCE].replace("`", "")
+    if sentence.startswith("Invalid enum value"):
+        sentence += f"; it may be {', '.join(_choices(kind, path))}"
+    path = path.replace("[...]", "")
     field = _QUOTED_FIELD.search(message)
     if field:
-        path = f"{path}.{field.group(1)}" if path else field.group(1)
-    return refuse(sentence.replace("`", ""), path or None)
+        path, sentence = f"{path}.{field.group(1)}" if path else field.group(1), "is missing"
+    return refuse(sentence if path else f"the body is wrong: {sentence}", path or None)
+
+
+def _choices(kind: type[Strict], path: str) -> list[str]:
+    """The texts that a field may have. The path to it is msgspec's, such as ``messages[0].role``."""
+    kinds = _options(_described(kind))
+    for step in _STEP.findall(path):
+        kinds = tuple(inner for outer in kinds for inner in _inside(outer, step))
+    return [str(value) for one in kinds if isinstance(one, inspect.LiteralType) for value in one.values]
+
+
+def _inside(kind: inspect.Type, step: str) -> tuple[inspect.Type, ...]:
+    """The types of the field of a struct with this name, or of the items of a list."""
+    if isinstance(kind, inspect.ListType):
+        return _options(kind.item_type)
+    fields = kind.fields if isinstance(kind, inspect.StructType) else ()
+    return tuple(option for field in fields if field.encode_name == step for option in _options(field.type))
 
 
 def _malformed(body: bytes, message: str) -> RequestError:
     """The error for broken JSON. It names a field if the fault, such as ``NaN``, directly follows its key."""
+    if "surrogate" in message or (
+        "truncated" in message and _HALF_PAIR.search(body[-12:])
+    ):  # a whole pair has 12 bytes
+        return refuse(r"a text has half of a character, as \ud83d is of an emoji; send both \u escapes or none", None)
     at = re.search(r"\(byte (\d+)\)", message)
     key = _LAST_KEY.search(body[max(0, int(at.group(1)) - 80) : int(at.group(1))]) if at else None
     return refuse(f"the body is not valid JSON: {message}", key.group(1).decode() if key else None)

@@ -18,7 +18,7 @@ WITHOUT_EFFECT = frozenset(
         "guided_decoding_backend", "session_id", "media_io_kwargs", "mm_processor_kwargs",
         # SGLang
         "log_metrics", "task", "return_cached_tokens_details", "use_audio_in_video", "max_dynamic_patch",
-        "min_dynamic_patch", "images_config", "ngram_corpus_id",
+        "min_dynamic_patch", "images_config", "ngram_corpus_id", "custom_labels",
     }
 )  # fmt: skip
 
@@ -56,6 +56,10 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logits_processors": (),
     "vllm_xargs": (),
     "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "return_token_strs": (False,),
     "repetition_detection": (),
     "watermarking": (False,),
     "request_id": (),
@@ -92,12 +96,29 @@ INSTEAD = {
     "prompt_logprobs": "use echo and logprobs of /v1/completions",
     "thread": "send the whole conversation",
     "extra_key": "use cache_salt",
+    "request_id": "send the header x-request-id",
     "lora_path": "name the adapter as model",
     "chat_template": "start the gateway with --chat-template",
-    "max_new_tokens": "use max_tokens",
     "enable_thinking": "put it into chat_template_kwargs, or use reasoning_effort",
-    "thinking": "use reasoning_effort and thinking_budget",
-    "reasoning": "use reasoning_effort",
-    "json_schema": "put it into response_format or structured_outputs",
     "images": "only text is supported",
+}
+
+#: Names that the other APIs have for a field that is unknown in one: a hint at the first that the body declares.
+OTHER_NAMES = {
+    "messages": ("input", "prompt", "text"),
+    "prompt": ("messages", "text"),
+    "input": ("messages", "prompt", "text"),
+    "text": ("messages", "prompt"),
+    "system": ("instructions", "messages"),
+    "instructions": ("system", "messages"),
+    "max_new_tokens": ("max_tokens", "max_output_tokens", "sampling_params.max_new_tokens"),
+    "max_output_tokens": ("max_tokens", "sampling_params.max_new_tokens"),
+    "max_completion_tokens": ("max_output_tokens", "max_tokens", "sampling_params.max_new_tokens"),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop", "sampling_params.stop"),
+    "response_format": ("text.format", "output_config.format", "sampling_params.json_schema"),
+    "reasoning_effort": ("reasoning.effort", "output_config.effort"),
+    "reasoning": ("reasoning_effort", "output_config.effort"),
+    "thinking": ("reasoning_effort", "reasoning.effort"),
+    "parallel_tool_calls": ("tool_choice.disable_parallel_tool_use",),
 }

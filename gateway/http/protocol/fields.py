@@ -62,7 +62,7 @@ class SamplingFields(Strict, kw_only=True):
     """Sampling fields of all endpoints; None means the model's default."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     min_p: Share | None = None
     stop: Texts | None = None

@@ -67,7 +67,7 @@ class TokenizeRequest(Strict, kw_only=True):
     prompt: Texts | None = None
     text: Texts | None = None
     messages: list[ChatMessage] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # by default to texts, and not to messages
     # With messages, as in chat completions.
     tools: Tools | None = None
     documents: list[dict[str, Any]] | None = None

@@ -56,6 +56,7 @@ class ResponseFormat(Extensible, kw_only=True):
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None
+    schema: Refused = None  # where other servers have the schema of a ``json_object``
 
 
 class StructuredOutputs(Strict, kw_only=True):

@@ -32,7 +32,10 @@ Metadata = Annotated[
 class InputPart(Extensible, omit_defaults=True, kw_only=True):
     """A part of an item's content; only text is supported."""
 
-    type: Annotated[str, supports("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")]
+    type: (
+        Annotated[str, supports("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")]
+        | None
+    ) = None
     text: str | None = None
     refusal: str | None = None
     # Parts of an answer have these; they may come back and mean nothing then.
@@ -51,9 +54,9 @@ class InputItem(Extensible, omit_defaults=True, kw_only=True):
     call_id: CallId | None = None
     name: FunctionName | None = None
     namespace: FunctionName | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None  # an object in calls of OpenAI's tools
     # function_call_output
-    output: str | list[InputPart] | None = None
+    output: str | list[InputPart] | dict[str, Any] | None = None  # an object in results of OpenAI's tools
     # reasoning
     summary: list[InputPart] | None = None
     encrypted_content: str | None = None

@@ -2,11 +2,12 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from gateway.http.access.request_checks import RequestChecks
 from gateway.http.formatters.common import ignored_header
+from gateway.http.http_connection import REQUEST_ID
 from gateway.http.json_response import JsonResponse
 from gateway.http.messages import MessagesApi
 from gateway.http.openapi.answers import TokenCount
@@ -15,7 +16,8 @@ from gateway.http.protocol.anthropic import CountTokensRequest
 from gateway.http.protocol.decoding import decode_with_extras
 from gateway.http.services import Services
 
-COUNT_TOKENS = "/v1/messages/count_tokens"
+#: Begins the paths of Anthropic's API, whose errors have its form.
+PREFIX = "/v1/messages"
 
 
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
@@ -23,12 +25,14 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     messages = MessagesApi(services.inputs)
 
     @router.post(
-        COUNT_TOKENS, **described(TokenCount, CountTokensRequest, summary="Count the tokens of a chat (Anthropic)")
+        f"{PREFIX}/count_tokens",
+        **described(TokenCount, CountTokensRequest, summary="Count the tokens of a chat (Anthropic)"),
     )
-    async def count_tokens(data: Annotated[bytes, Depends(checks.body)]) -> Response:
+    async def count_tokens(request: Request, data: Annotated[bytes, Depends(checks.body)]) -> Response:
         body, ignored = decode_with_extras(CountTokensRequest, data, are_refused=services.config.strict_fields)
         model = services.inputs.model(body.model)
         count = await messages.count_tokens(body, model)
-        return JsonResponse({"input_tokens": count}, headers=ignored_header(ignored))
+        headers = {"request-id": request.scope["state"][REQUEST_ID], **ignored_header(ignored)}
+        return JsonResponse({"input_tokens": count}, headers=headers)
 
     return router

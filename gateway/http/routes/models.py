@@ -1,6 +1,7 @@
 """The served models."""
 
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -17,6 +18,7 @@ from gateway.workers.served_models import ServedModel
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     router = APIRouter(tags=["models"])
     created = int(time.time())
+    created_at = datetime.fromtimestamp(created, UTC).isoformat()
 
     def entry(model: ServedModel) -> dict[str, Any]:
         return {
@@ -27,13 +29,19 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             "max_model_len": context_length(model),
             "root": model.name,
             "parent": model.name if model.adapter else None,
+            # As Anthropic's clients know models.
+            "type": "model",
+            "display_name": model.asked_name,
+            "created_at": created_at,
+            "lifecycle": "active",
         }
 
     @router.get("/v1/models", **described(ModelList, summary="List the served models"))
     async def list_models() -> Response:
         adapters = (name for model in services.models for name in model.pool.registry.adapters)
-        models = [*services.models, *map(services.inputs.model, adapters)]
-        return JsonResponse({"object": "list", "data": [entry(model) for model in models]})
+        data = [entry(model) for model in (*services.models, *map(services.inputs.model, adapters))]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}  # Anthropic's
+        return JsonResponse({"object": "list", "data": data, **ends})
 
     @router.get("/v1/models/{name:path}", **described(Model, summary="Describe a model"))
     async def get_model(name: str) -> Response:

@@ -69,11 +69,10 @@ async def _encode(services: Services, model: ServedModel, body: TokenizeRequest)
     if len(given) != 1:
         raise refuse("give exactly one of prompt, text and messages", "prompt")
     if body.messages is not None:
-        texts = [await services.inputs.render(model, body)]
+        texts, special = [await services.inputs.render(model, body)], bool(body.add_special_tokens)
     else:
         single = body.prompt if body.prompt is not None else body.text
-        texts = single if isinstance(single, list) else [single or ""]
-    special = body.add_special_tokens and body.messages is None
+        texts, special = single if isinstance(single, list) else [single or ""], body.add_special_tokens is not False
     tokenize, param = services.tokenizer.tokenize, given[0]
     ids = [await tokenize(model.tokenizer, text, add_special_tokens=special, param=param) for text in texts]
     return ids, isinstance(getattr(body, param), list) and body.messages is None

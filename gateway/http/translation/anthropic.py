@@ -137,6 +137,8 @@ def _result(block: ContentBlock, where: str) -> ChatMessage:
     content: str | list[Part]
     if isinstance(block.content, list):
         content = [_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(block.content)]
+    elif isinstance(block.content, dict):
+        raise refuse("must be a string or a list of blocks", f"{where}.content")
     else:
         content = block.content or ""
     return ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=content)
@@ -175,8 +177,10 @@ def _system(system: str | list[ContentBlock]) -> str | list[Part]:
 
 def _tool(tool: AnthropicTool, where: str) -> ToolField:
     if tool.type not in (None, "custom"):
-        message = f"{tool.type[:100]!r} is a tool of Anthropic's and not supported; describe it with an input_schema"
+        message = f"{tool.type[:100]!r} is not supported; only tools with an input_schema are, which the client runs"
         raise refuse(message, f"{where}.type", ErrorCode.NOT_SUPPORTED)
+    if tool.name is None:
+        raise missing(f"{where}.name")
     if tool.input_schema is None:
         raise missing(f"{where}.input_schema")
     return ToolField(

@@ -169,6 +169,8 @@ def without_turns(chat: ChatCompletionRequest, count: int) -> ChatCompletionRequ
 
 def _add_to_turn(turn: AssistantTurn, kind: str, item: InputItem, where: str) -> None:
     if kind == "function_call":
+        if isinstance(item.arguments, dict):
+            raise refuse("must be a string of JSON", f"{where}.arguments")
         name = item.name and model_name(item.name, item.namespace)
         turn.call(item.call_id, name, item.arguments or "{}", where, id_field="call_id")
     elif kind == "message":
@@ -190,17 +192,21 @@ def _message(kind: str, item: InputItem, where: str) -> ChatMessage:
     raise refuse(message, f"{where}.type", ErrorCode.NOT_SUPPORTED)
 
 
-def _parts(content: str | list[InputPart] | None, param: str) -> list[Part]:
+def _parts(content: str | list[InputPart] | dict[str, Any] | None, param: str) -> list[Part]:
     return [Part(type="text", text=text) for text in _texts(content, param)]
 
 
-def _texts(content: str | list[InputPart] | None, param: str) -> list[str]:
+def _texts(content: str | list[InputPart] | dict[str, Any] | None, param: str) -> list[str]:
     if content is None:
         raise missing(param)
+    if isinstance(content, dict):
+        raise refuse("must be a string or a list of parts", param)
     return [content] if isinstance(content, str) else [_text(part, f"{param}[{i}]") for i, part in enumerate(content)]
 
 
 def _text(part: InputPart, param: str) -> str:
+    if part.type is None:
+        raise missing(f"{param}.type")
     if part.type == "refusal":
         return part.refusal or ""
     if part.type not in TEXT_PARTS:
@@ -305,6 +311,8 @@ def _response_format(given: TextFormat | None) -> ResponseFormat | None:
     if given is None:
         return None
     if given.type != "json_schema":
+        if given.schema is not None:
+            raise refuse("needs the type json_schema", "text.format.schema")
         return ResponseFormat(type=given.type)
     if given.schema is None:
         raise missing("text.format.schema")

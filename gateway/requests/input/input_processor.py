@@ -538,11 +538,12 @@ def _sampling_params(
             *[default if own is None else own for own, default in zip(given, limits.defaults, strict=True)]
         )
     temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty = values
+    is_greedy = temperature < GREEDY_BELOW or top_p == 0.0  # then only the most likely token is left
     return SamplingParams(
         max_new_tokens=max(max_new_tokens, 1),  # 0 still makes one token on the nodes; it is not shown
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        temperature=0.0 if is_greedy else temperature,
         top_k=int(top_k) if 0 < top_k < limits.vocab_size else 0,
-        top_p=top_p,
+        top_p=top_p or 1.0,
         min_p=min_p,
         seed=random.getrandbits(64) if body.seed is None else body.seed & (2**64 - 1),
         stop_token_ids=tuple(body.stop_token_ids or ()),

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.errors import ErrorCode, RequestError
 from common.system.deep_threads import MAX_GRAMMAR_BYTES, deep_threads
@@ -44,6 +44,9 @@ MAX_PARTS, MAX_PARTS_BYTES = 256, 4 << 20
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "lark"]
 
 _LIMITS = LLParserLimits(verbose_errors=False)
+#: What a grammar in Lark has, and one in EBNF has not, in which rules are written with ``::=``. If the whitespace could
+#: reach across lines, the time of the search would grow with the square of the number of blank lines.
+_LARK = re.compile(r"(?m)^[ \t]*(?:%llguidance\b|\??start[ \t]*:(?!:))")
 #: Where llguidance found an error in a Lark text, and the lines that it quotes.
 _LOCATION = re.compile(r"^at \d+\(\d+\): ")
 _QUOTED_LINES = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
@@ -119,6 +122,10 @@ def _wanted(struct: msgspec.Struct, fields: Mapping[str, Kind], prefix: str) -> 
 
 def _response_format(given: Mapping[str, Any], param: str) -> StructuredOutput | None:
     kind = given.get("type")
+    name = "schema" if given.get("json_schema") is None else "json_schema"
+    if given.get(name) is not None and (kind, name) != ("json_schema", "json_schema"):
+        message = 'has no effect here; write {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+        raise refuse(message, f"{param}.{name}")
     if kind == "json_object":
         return StructuredOutput(param, "json_object")
     if kind == "structural_tag":
@@ -252,7 +259,8 @@ def to_lark(wanted: StructuredOutput) -> str:
         _check_size(value, MAX_REGEX_BYTES, param)
         return _compiled(f"start: /{regex_to_lark(value)}/", param)
     if wanted.kind == "grammar":
-        return _compiled(_ebnf(value, param), param, has_location=is_lark_syntax(value))
+        is_lark = _LARK.search(value) is not None
+        return _compiled(value if is_lark else _ebnf(value, param), param, has_location=is_lark)
     return _compiled(value, param)
 
 
@@ -276,13 +284,11 @@ def _lark_of(schema: Mapping[str, Any]) -> str:
 
 
 def _ebnf(text: str, param: str) -> str:
-    """Return Lark for a grammar in EBNF, as llama.cpp and xgrammar read it; a Lark grammar is returned as it is."""
-    if is_lark_syntax(text):
-        return text
+    """Return Lark for a grammar in EBNF, as llama.cpp and xgrammar read it."""
     if text.count("::=") > MAX_EBNF_RULES:
         raise refuse(f"has {text.count('::=')} rules, at most {MAX_EBNF_RULES} are allowed", param)
     try:
-        return any_to_lark(text)
+        return gbnf_to_lark(text)
     except RecursionError as error:
         raise refuse("is nested too deeply", param) from error
     except Exception as error:  # the library raises bare Exception

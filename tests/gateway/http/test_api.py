@@ -275,6 +275,19 @@ async def test_absent_fields_take_the_models_defaults(folder):
         assert sampling.repetition_penalty == 1.05
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
+    ],
+)
+async def test_a_top_p_of_zero_leaves_the_most_likely_token(stack, path, body):
+    assert (await stack.post(path, {**body, "temperature": 0.7, "top_p": 0}))[0] == 200
+    (generate,) = stack.nodes[0].generates.values()
+    assert (generate.sampling.temperature, generate.sampling.top_p) == (0.0, 1.0)
+
+
 async def test_without_a_seed_one_is_drawn_for_both_nodes(stack):
     for _ in range(2):
         await stack.post("/v1/completions", {"prompt": "a"})
@@ -398,6 +411,25 @@ async def test_detokenize_reverses_tokenize(stack):
     assert text["text"] == ["a", ""]
     _, answer = await stack.post("/tokenize", {"messages": [{"role": "user", "content": "a"}]})
     assert TEXT.decode(answer["tokens"], skip_special=False).endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "of_text", "of_messages"),
+    [({}, True, False), (None, True, False), (True, True, True), (False, False, False)],
+)
+async def test_tokenize_adds_special_tokens_as_generating_endpoints_do(stack, monkeypatch, given, of_text, of_messages):
+    added = []
+    encode = Tokenizer.encode
+
+    def noted(self, text, *, add_special_tokens, **options):
+        added.append(add_special_tokens)
+        return encode(self, text, add_special_tokens=add_special_tokens, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    fields = {"add_special_tokens": given} if given != {} else {}
+    assert (await stack.post("/tokenize", {"prompt": "a", **fields}))[0] == 200
+    assert (await stack.post("/tokenize", {"messages": [{"role": "user", "content": "a"}], **fields}))[0] == 200
+    assert added == [of_text, of_messages]
 
 
 async def test_workers_show_the_last_reports_of_the_nodes(stack):

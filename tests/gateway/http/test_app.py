@@ -41,6 +41,21 @@ async def test_a_path_answers_its_methods_and_names_them(stack):
         assert (status, json.loads(body)["error"]["code"]) == (404, "not_found")
 
 
+async def test_an_error_about_a_path_names_the_path_beside_or_without_v1(stack):
+    for path, hint in (
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/messages", "did you mean /v1/messages?"),
+        ("/v1/messages/count_tokens/", "did you mean /v1/messages/count_tokens?"),
+        ("/v1/tokenize", "did you mean /tokenize?"),
+        ("/reset_prefix_cache", "did you mean /flush_cache?"),
+        ("/nothing", "/openapi.json lists all that do"),
+    ):
+        _, _, body = await request(stack, "POST", path)
+        assert json.loads(body)["error"]["message"] == f"this path does not exist; {hint}"
+    _, _, body = await request(stack, "GET", "/health_generate")
+    assert json.loads(body)["error"]["message"].endswith("did you mean /ready?")
+
+
 async def test_every_answer_has_the_clients_request_id_or_a_new_one(stack):
     seen = set()
     for method, path, body in (

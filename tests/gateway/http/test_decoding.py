@@ -95,6 +95,14 @@ def test_types_are_checked_in_bodies_with_extras_too():
         (CompletionRequest, {"prompt": "a", "promt": "a"}, "promt", "did you mean prompt?"),
         (NativeRequest, {"text": "a", "sampling_params": {"topk": 1}}, "sampling_params.topk", "did you mean top_k?"),
         (NativeRequest, {"text": "a", "sampling_params": [{}, {"x": 1}]}, "sampling_params[1].x", "unknown field"),
+        (NativeRequest, {"text": "a", "temperature": 0}, "temperature", "put it into sampling_params"),
+        (NativeRequest, {"text": "a", "max_new_tokens": 1}, "max_new_tokens", "put it into sampling_params"),
+        (NativeRequest, {"prompt": "a"}, "prompt", "use text"),
+        (ChatCompletionRequest, {**CHAT, "include_usage": True}, "include_usage", "put it into stream_options"),
+        (CompletionRequest, {"prompt": "a", "messages": []}, "messages", "use prompt"),
+        (ResponsesRequest, {"input": "a", "response_format": {}}, "response_format", "use text.format"),
+        (ResponsesRequest, {"input": "a", "reasoning_effort": "low"}, "reasoning_effort", "use reasoning.effort"),
+        (MessagesRequest, {**CHAT, "max_tokens": 1, "stop": ["a"]}, "stop", "use stop_sequences"),
     ],
 )
 def test_unknown_fields_are_refused_with_a_hint(kind, body, param, hint):
@@ -133,6 +141,43 @@ def test_fields_that_ask_for_what_is_not_supported_are_refused_by_name(field, va
     error = refused(ChatCompletionRequest, {**CHAT, field: value})
     assert (error.param, error.code) == (field, "not_supported")
     assert hint in error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        (ChatCompletionRequest, {"messages": [{"role": "function"}]},
+         "messages[0].role: Invalid enum value 'function'; it may be assistant, developer, system, tool, user"),
+        (ChatCompletionRequest, {**CHAT, "user": "me", "tool_choice": "any"},
+         "tool_choice: Invalid enum value 'any'; it may be auto, none, required"),
+        (ChatCompletionRequest, {**CHAT, "tools": [{"type": "custom"}]},
+         "tools[0].type: Invalid enum value 'custom'; it may be function"),
+        (MessagesRequest, {**CHAT, "max_tokens": 1, "output_config": {"effort": "none"}},
+         "output_config.effort: Invalid enum value 'none'; it may be high, low, max, medium, xhigh"),
+        (ChatCompletionRequest, {}, "messages: is missing"),
+        (ChatCompletionRequest, {**CHAT, "tools": [{}]}, "tools[0].function: is missing"),
+        (ChatCompletionRequest, [], "the body is wrong: Expected object, got array"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_values_that_a_field_may_have_and_what_is_missing(kind, body, message):
+    assert refused(kind, body).message == message
+
+
+def test_of_a_long_text_that_is_wrong_only_the_beginning_is_shown():
+    message = refused(ChatCompletionRequest, {**CHAT, "tool_choice": "x" * 100_000}).message
+    assert message.startswith("tool_choice: Invalid enum value 'xxx")
+    assert message.endswith("x; it may be auto, none, required")
+    assert len(message) < 500
+
+
+@pytest.mark.parametrize("text", ["\ud83d", "a\ud83d", "\ud83dabcdefghijk", "b\ude80", "\ud83d\ud83d"])
+def test_half_of_a_character_is_refused_by_what_it_is(text):
+    """Some clients cut long texts between the two escapes of an emoji."""
+    for body in ({"prompt": text}, {"prompt": text, "max_tokens": 1}, {"max_tokens": 1, "prompt": [text, "a"]}):
+        assert "a text has half of a character" in refused(CompletionRequest, body).message
+    assert decoded(CompletionRequest, {"prompt": "\ud83d\ude80"})[0].prompt == "\U0001f680"
+    with pytest.raises(RequestError, match="not valid JSON"):
+        decode(CompletionRequest, b'{"prompt": "\\u12"}')
 
 
 def test_strict_fields_refuse_what_has_no_effect():

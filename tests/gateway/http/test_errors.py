@@ -58,7 +58,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
     ({"prompt": "a", "temperature": -0.1}, "temperature"),
     ({"prompt": "a", "temperature": 1e9}, "temperature"),
-    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": -0.1}, "top_p"),
     ({"prompt": "a", "top_p": 1.1}, "top_p"),
     ({"prompt": "a", "top_k": -2}, "top_k"),
     ({"prompt": "a", "min_p": 2}, "min_p"),
@@ -105,6 +105,9 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
     ({"prompt": "a", "repetition_penalty": 2.1}, "repetition_penalty"),
     ({"prompt": "a", "response_format": {"type": "json"}}, "response_format.type"),
+    ({"prompt": "a", "response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"prompt": "a", "response_format": {"type": "json_schema", "schema": {}}}, "response_format.schema"),
+    ({"prompt": "a", "response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
 ]
 
 BAD_CHATS = [

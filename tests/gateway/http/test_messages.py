@@ -83,6 +83,18 @@ async def test_max_tokens_is_an_upper_bound(stack):
     assert generate.sampling.max_new_tokens == 512 - len(generate.prompt)
 
 
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": {"type": "any"}, "stop_sequences": ["x"]}])
+async def test_without_output_the_prompt_is_computed_and_the_message_is_empty(stack, fields):
+    answers(stack, "x")
+    answer = await message(stack, max_tokens=0, **fields)
+    assert (answer["content"], answer["stop_reason"], answer["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    generate = last_generate(stack)
+    assert (generate.sampling.max_new_tokens, generate.sampling.grammar) == (1, "")
+    assert [event["type"] for event in await stream(stack, max_tokens=0, **fields)] == [
+        "message_start", "ping", "message_delta", "message_stop",
+    ]  # fmt: skip
+
+
 async def test_stop_sequences(stack):
     answers(stack, "One. Two.")
     answer = await message(stack, stop_sequences=["Tw"])
@@ -130,8 +142,8 @@ async def test_tokens_are_counted_as_they_are_sent_to_the_nodes(stack):
 
 
 async def test_errors_have_anthropics_envelope(stack):
-    assert await refused(stack, max_tokens=0) == (
-        400, "invalid_request_error", "max_tokens: Expected int >= 1",
+    assert await refused(stack, max_tokens=-1) == (
+        400, "invalid_request_error", "max_tokens: Expected int >= 0",
     )  # fmt: skip
     assert (await refused(stack, model="other"))[:2] == (404, "not_found_error")
     status, kind, text = await refused(stack, messages=[{"role": "user", "content": "word " * 2000}])
@@ -142,6 +154,8 @@ async def test_errors_have_anthropics_envelope(stack):
     assert (status, kind) == (400, "invalid_request_error")
     assert text.startswith("messages[0].content[0].type: 'image' is not supported")
     assert (await refused(stack, "/v1/messages/count_tokens"))[:2] == (400, "invalid_request_error")  # max_tokens
+    assert (await refused(stack, "/v1/messages/batches"))[:2] == (400, "invalid_request_error")
+    assert (await refused(stack, "/v1/messages/nothing"))[:2] == (404, "not_found_error")
 
 
 async def test_a_node_that_fails_during_a_stream_ends_it_with_an_error(stack):
@@ -186,4 +200,13 @@ async def test_fields_that_mean_nothing_here_are_named_in_a_header(stack):
     async with stack.client.post(f"{stack.url}/v1/messages", json=body) as answer:
         assert answer.status == 200
         assert answer.headers["x-baton-ignored"] == "metadata"
-        assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+async def test_every_answer_of_the_api_has_its_id_as_anthropics_clients_read_it(stack):
+    answers(stack, "Hello.")
+    count, body = "/v1/messages/count_tokens", {"messages": [HI]}
+    for path, fields, status in (("/v1/messages", {"max_tokens": 9}, 200), ("/v1/messages", {}, 400), (count, {}, 200),
+                                 (count, {"x": 1}, 400), ("/v1/messages/batches", {}, 400)):  # fmt: skip
+        async with stack.client.post(f"{stack.url}{path}", json={**body, **fields}) as answer:
+            assert answer.status == status
+            assert answer.headers["request-id"] == answer.headers["x-request-id"]

@@ -4,6 +4,8 @@ import asyncio
 import json
 
 import pytest
+from anthropic.types import ModelInfo as AnthropicModel
+from openai.types import Model as OpenAIModel
 from support.gateway.fake_nodes import MODEL, make_model_folder, make_tokenizer, running, silent
 
 from common.config.gateway import GatewayConfig
@@ -75,6 +77,14 @@ async def test_models_are_listed_and_found_by_name(stack):
     assert (await stack.get("/v1/other/none"))[0] == 404
     _, text = await stack.get("/metrics")
     assert 'baton_http_answers_total{path="/v1/models/*",status="200"} 2.0' in text
+
+
+async def test_models_have_the_fields_of_both_official_clients(stack):
+    _, answer = await stack.get("/v1/models")
+    for model in answer["data"]:
+        OpenAIModel.model_validate(model, strict=True)
+        assert AnthropicModel.model_validate(model).display_name == model["id"]
+    assert (answer["first_id"], answer["last_id"], answer["has_more"]) == (MODEL, "org/other", False)
 
 
 async def test_a_model_without_nodes_gets_503_and_the_others_serve(stack):

@@ -139,6 +139,7 @@ def test_tools_and_their_choice(choice, expected, is_parallel):
     [
         ({"type": "enabled", "budget_tokens": 1024}, True, 1024),
         ({"type": "adaptive", "display": "summarized"}, True, None),
+        ({"type": "adaptive", "display": "updates"}, True, None),
         ({"type": "disabled"}, False, None),
     ],
 )
@@ -179,7 +180,13 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "messages[0].content[0].content[0].type",
         ),
         ({"messages": [USER, assistant({"type": "redacted_thinking", "data": "x"})]}, "messages[1].content[0].type"),
+        (
+            {"messages": [user({"type": "web_fetch_tool_result", "tool_use_id": "t", "content": {"url": "u"}})]},
+            "messages[0].content[0].type",
+        ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "s"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].type"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
@@ -192,13 +199,18 @@ def test_what_is_not_supported_is_refused_by_name(fields, param):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [user({"type": "text"})]}, "messages[0].content[0].text"),
         ({"messages": [user({"type": "tool_result"})]}, "messages[0].content[0].tool_use_id"),
+        (
+            {"messages": [user({"type": "tool_result", "tool_use_id": "t", "content": {"x": 1}})]},
+            "messages[0].content[0].content",
+        ),
         ({"messages": [assistant({"type": "tool_use", "name": "f"})]}, "messages[0].content[0].id"),
         ({"messages": [assistant({"type": "tool_use", "id": "t"})]}, "messages[0].content[0].name"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "disabled", "budget_tokens": 9}}, "thinking.budget_tokens"),

@@ -68,6 +68,7 @@ def accepts(tokenizer: LLTokenizer, kind: Kind, value: Any, text: str) -> bool:
         ("choice", ["yes", "no", "no way", 'say "é🙂"\n'], ["no", "no way", 'say "é🙂"\n'], ["n", "yes no", ""]),
         ("grammar", 'root ::= greeting " " [a-z]+\ngreeting ::= "hi" | "ho"\n', ["hi you", "ho x"], ["hi", "he x"]),
         ("grammar", 'start: "hi" NAME\nNAME: /[a-z]+/', ["hiyou"], ["hi"]),
+        ("grammar", '?start: "hi" name\n?name: /[a-z]+/', ["hiyou"], ["hi"]),
         ("lark", 'start: "x" | %json {"type": "integer"}', ["x", "12"], ["y"]),
         ("structural_tag", OLDER, ["hi", 'x<fn=a>{"age":1}</fn>y<fn=a>{"age":2}</fn>'], ["<fn=b>", "<fn=a>{}</fn>"]),
         ("structural_tag", {"format": CALLS}, ["", 'x<fn=b>any</fn>y<fn=a>{"age":1}</fn>'], ["x<fn=c>", "<fn=b>any"]),
@@ -133,6 +134,8 @@ for _ in range(70):
         ("regex", "", "field", "must be a text that is not empty"),
         ("grammar", "root ::= foo", "field", "Rule 'foo' not found"),
         ("grammar", 'root = "a"', "field", "line 1"),
+        ("grammar", "\n" * (256 << 10), "field", "No 'root' rule found"),  # minutes, if the time grew with the square
+        ("grammar", 'root ::= start\nstart ::= "a"', "field", "Rule 'start' already exists"),
         ("grammar", 'start: "a" b', "field", 'at 1(8): unknown name: "b"'),
         ("grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "field", "nested too deeply"),
         ("grammar", "\n".join(f'r{i} ::= "a"' for i in range(600)), "field", "at most 512"),
