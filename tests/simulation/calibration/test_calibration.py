@@ -340,7 +340,7 @@ def test_a_service_whose_nodes_have_different_numbers_of_devices_is_refused() ->
     server = ServerInfo("m", 1_000, "baton", {})
     alike = [register("prefill", num_ranks=2), register("decode", num_ranks=2)]
     assert service_size(server, {"workers": alike}).num_devices == 2
-    with pytest.raises(ConfigError, match="have 1 and 2 devices.*same --tp"):
+    with pytest.raises(ConfigError, match=r"have 1 and 2 devices.*same --tp"):
         service_size(server, {"workers": [register("prefill", num_ranks=2), register("decode")]})
 
 
