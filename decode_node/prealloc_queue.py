@@ -199,13 +199,16 @@ class PreallocQueue:
             not table.retracted or all(map(self.is_computed_here, table.not_held(table.retracted.values())))
         ):
             return []
-        num_outputs = sum(len(request.output) for request in table.running.values())
-        state = (self._reservations.num_available, table.num_moves, num_outputs, *self._reservations.window_room)
-        if state == self._last_try:
+        if self._state() == self._last_try:
             return []
         granted = self._grant_in_order(now)
-        self._last_try = () if granted else state
+        self._last_try = () if granted else self._state()  # pages may have been evicted, and be free later
         return granted
+
+    def _state(self) -> tuple[int, ...]:
+        """What decides whether requests get pages, apart from priorities."""
+        num_outputs = sum(len(request.output) for request in self._table.running.values())
+        return (self._table.num_moves, num_outputs, *self._reservations.room)
 
     def is_full_for(self, request: Request) -> bool:
         """Whether requests no less urgent than this one, which have pages or are receiving them, claim every slot."""
