@@ -125,9 +125,9 @@ class PageReservations:
 
     @property
     def room(self) -> tuple[int, ...]:
-        """Pages that a peer may write to now and pages that could be evicted; window pages that a peer may write to,
-        and window pages that can be reserved."""
-        room, window_pages = (self._allocator.num_free, self._cache.num_evictable_pages), self._allocator.window_pages
+        """Pages that are free, that could be evicted, and that are cached; window pages that are free or unreserved."""
+        room = (self._allocator.num_free, self._cache.num_evictable_pages, self._cache.num_pages)
+        window_pages = self._allocator.window_pages
         return room if window_pages is None else (*room, window_pages.num_free, window_pages.num_unreserved)
 
     def begin_pass(self) -> None:

@@ -170,6 +170,17 @@ def test_pages_evicted_during_a_step_of_a_local_prompt_are_granted_at_its_end() 
     assert node.grant() == ["waiting"]
 
 
+def test_a_prompt_is_granted_its_pages_as_soon_as_a_local_one_has_cached_enough_of_it() -> None:
+    node = DecodeNode(num_pages=15, rules=PriorityRules())
+    node.submit("long", 40, is_local=True, first=0)
+    plan = plan_of(node)
+    node.submit("waiting", 24, first=0)  # six pages; there are five
+    assert node.grant() == []
+    assert commit(node, plan) == []
+    assert node.cache.num_pages == 2
+    assert node.grant() == ["waiting"]
+
+
 def test_steps_are_committed_in_the_order_of_their_plans() -> None:
     node = DecodeNode()
     ready(node, "a", 6)
