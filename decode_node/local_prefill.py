@@ -53,7 +53,7 @@ class LocalPrefill:
             received: requests that have their pages and still lack a slot.
         """
         table = self._table
-        if not table.extending and not table.retracted and not table.local:
+        if not (table.extending or table.retracted or table.num_waiting_local):
             return [], []
         adder = self._adder()
         begun: list[Request] = []
