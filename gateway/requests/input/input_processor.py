@@ -34,14 +34,12 @@ from gateway.requests.input.prompts import (
     LONGEST_TOKEN,
     Prompt,
     Truncation,
+    beyond_context,
     broadcast,
-    check_length,
     check_num_outputs,
     is_list_of_prompts,
-    max_output_tokens,
     request_ids,
     split_prompts,
-    tokens_left,
     too_long,
     truncation_of,
 )
@@ -382,7 +380,7 @@ class InputProcessor:
         logprobs: int | None,
     ) -> GenerateRequest:  # fmt: skip
         limits = context.limits
-        default = tokens_left(len(prompt), limits) if default_max is None else default_max
+        default = _tokens_left(len(prompt), limits) if default_max is None else default_max
         maximum = max_output_tokens(body.max_tokens, len(prompt), limits, default, "max_tokens")
         sampling = _sampling_params(body, limits, max_new_tokens=maximum, minimum="min_tokens", logprobs=logprobs)
         return self._request(context, rid, prompt, sampling, body)
@@ -466,6 +464,20 @@ _sampling_fields: Callable[[SamplingFields], tuple[float | None, ...]] = attrget
 # ---- checks: each completes a part of a request, or raises a RequestError that names the field ----------------------
 
 
+def check_length(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
+    """Refuses a prompt that no node can take."""
+    count = len(prompt)
+    if not count:
+        raise refuse("must not be empty", param)
+    if count >= limits.context_length:
+        raise too_long(str(count), limits.context_length, param)
+    room = min(limits.prompt_tokens, limits.total_tokens - 1)
+    if count > room:
+        which = "prefill node" if limits.prompt_tokens == room else "decode node, with one token of output,"
+        message = f"the prompt has {count} tokens, but the page pool of the largest {which} holds {room}"
+        raise refuse(f"{message}; shorten it, or raise --max-total-tokens of the node", param, ErrorCode.POOL_TOO_SMALL)
+
+
 def _check_vocabulary(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
     """Refuses ids that the model does not have. It has all ids of the tokenizer (``gateway.workers.registry``)."""
     if not prompt:
@@ -474,6 +486,28 @@ def _check_vocabulary(prompt: Sequence[int], limits: ServingLimits, param: str) 
     if smallest < 0 or largest >= limits.vocab_size:
         wrong = smallest if smallest < 0 else largest
         raise refuse(f"token id {wrong} is not in the vocabulary, which has {limits.vocab_size} ids", param)
+
+
+def max_output_tokens(given: int | None, num_prompt: int, limits: ServingLimits, default: int, param: str) -> int:
+    """The most output tokens. A default is cut to what fits; a client's value that does not fit is refused."""
+    if given is None:
+        return min(default, _tokens_left(num_prompt, limits))
+    if num_prompt + given > limits.context_length:
+        message = f"{num_prompt} tokens of the prompt and {given} of the output are {num_prompt + given}"
+        raise beyond_context(message, limits.context_length, param)
+    if num_prompt + given > limits.total_tokens:
+        message = (
+            f"{given} output tokens after a prompt of {num_prompt} exceed the page pool of {limits.total_tokens} tokens"
+        )
+        message += "; ask for fewer, or raise --max-total-tokens of the decode nodes"
+        raise refuse(message, param, ErrorCode.POOL_TOO_SMALL)
+    return given
+
+
+def _tokens_left(num_prompt: int, limits: ServingLimits) -> int:
+    """Output tokens that fit behind a prompt on every decode node, or else on the largest one."""
+    common = limits.common_tokens if num_prompt < limits.common_tokens else limits.total_tokens
+    return min(limits.context_length, common) - num_prompt
 
 
 def _sampling_params(

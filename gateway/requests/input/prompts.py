@@ -1,4 +1,4 @@
-"""Takes the prompts of a body apart, cuts them, and says why they and their outputs do not fit. Pure."""
+"""Takes the prompts of a body apart, cuts them, and says why they do not fit. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,39 +112,3 @@ def beyond_context(message: str, context_length: int, param: str) -> RequestErro
     """Clients recognise this error by its text: litellm by the first of the two phrases, LangChain by the second."""
     message = f"this model's maximum context length is {context_length} tokens, but {message}; shorten the prompt"
     return refuse(f"{message} (context_length_exceeded)", param, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
-
-
-def check_length(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
-    """Refuses a prompt that no node can take."""
-    count = len(prompt)
-    if not count:
-        raise refuse("must not be empty", param)
-    if count >= limits.context_length:
-        raise too_long(str(count), limits.context_length, param)
-    room = min(limits.prompt_tokens, limits.total_tokens - 1)
-    if count > room:
-        which = "prefill node" if limits.prompt_tokens == room else "decode node, with one token of output,"
-        message = f"the prompt has {count} tokens, but the page pool of the largest {which} holds {room}"
-        raise refuse(f"{message}; shorten it, or raise --max-total-tokens of the node", param, ErrorCode.POOL_TOO_SMALL)
-
-
-def max_output_tokens(given: int | None, num_prompt: int, limits: ServingLimits, default: int, param: str) -> int:
-    """The most output tokens. A default is cut to what fits; a client's value that does not fit is refused."""
-    if given is None:
-        return min(default, tokens_left(num_prompt, limits))
-    if num_prompt + given > limits.context_length:
-        message = f"{num_prompt} tokens of the prompt and {given} of the output are {num_prompt + given}"
-        raise beyond_context(message, limits.context_length, param)
-    if num_prompt + given > limits.total_tokens:
-        message = (
-            f"{given} output tokens after a prompt of {num_prompt} exceed the page pool of {limits.total_tokens} tokens"
-        )
-        message += "; ask for fewer, or raise --max-total-tokens of the decode nodes"
-        raise refuse(message, param, ErrorCode.POOL_TOO_SMALL)
-    return given
-
-
-def tokens_left(num_prompt: int, limits: ServingLimits) -> int:
-    """Output tokens that fit behind a prompt on every decode node, or else on the largest one."""
-    common = limits.common_tokens if num_prompt < limits.common_tokens else limits.total_tokens
-    return min(limits.context_length, common) - num_prompt

@@ -13,7 +13,7 @@ from common.errors import RequestError
 from common.wire.messages import Failed, Message, Moved, Register, Registered, Spans, Tokens
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input.generate_request import GenerateRequest
-from gateway.requests.input.prompts import check_length, max_output_tokens
+from gateway.requests.input.input_processor import check_length, max_output_tokens
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool, WorkerPools
 from scripts.simulator.event_queue import EventQueue, Timer
