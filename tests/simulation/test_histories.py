@@ -319,8 +319,18 @@ class History:
                 assert needed > min(self.num_tokens), (rid, answer.error)
 
 
-def live(seed: int, num_outstanding: int = 1, *, has_windows: bool = False) -> History:
-    history = History(seed, num_outstanding, has_windows=has_windows)
+class WindowHistory(History):
+    """One whose model has a window in every layer, so that long requests hold the pages of the window only."""
+
+    def _window_pages(self, chunk_tokens: int | None, alignment: ChunkAlignment) -> None:
+        return None
+
+    def _expected(self, prompt: tuple[int, ...], max_new: int) -> tuple[int, ...]:
+        return expected_output(prompt, max_new, self.window)
+
+
+def live(seed: int, num_outstanding: int = 1, *, kind: type[History] = History, has_windows: bool = False) -> History:
+    history = kind(seed, num_outstanding, has_windows=has_windows)
     history.run()
     history.judge()
     return history
@@ -422,9 +432,10 @@ def test_random_histories_end_in_exact_tokens_or_an_error_and_return_all_pages(s
 
 @pytest.mark.slow(sample=0.25)
 @pytest.mark.parametrize("num_outstanding", [1, 2])
+@pytest.mark.parametrize("kind", [History, WindowHistory])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_histories_with_window_pages(seed: int, num_outstanding: int) -> None:
-    live(seed, num_outstanding, has_windows=True)
+def test_random_histories_of_models_with_windows(seed: int, kind: type[History], num_outstanding: int) -> None:
+    live(seed, num_outstanding, kind=kind, has_windows=True)
 
 
 @pytest.mark.slow
