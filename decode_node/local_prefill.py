@@ -10,7 +10,6 @@ from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.request import LOWEST_PRIORITY, Request, RequestKey
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
-from common.scheduling.long_prompts import LongPrompts
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import AddResult, Chunk, PrefillAdder
 from common.scheduling.skip_ahead import PASSING, SkipAhead
@@ -45,7 +44,7 @@ class LocalPrefill:
         self._ordering = ordering
         self._queue = queue
         self._preemptor = preemptor
-        self._long_prompts = LongPrompts(limits, ordering, cache.page_size)
+        self._long_prompts = queue.long_prompts
 
     def extend(self, now: float, received: Sequence[Request]) -> tuple[list[Chunk], list[Request]]:
         """Chunks of requests that are computed here, as far as the budgets reach, and the requests that begin.
@@ -54,7 +53,7 @@ class LocalPrefill:
             received: requests that have their pages and still lack a slot.
         """
         table = self._table
-        if not table.extending and not table.retracted and not table.local:
+        if not (table.extending or table.retracted or table.num_waiting_local):
             return [], []
         adder = self._adder()
         begun: list[Request] = []

@@ -124,10 +124,11 @@ class PageReservations:
         return window_pages.needs(request, decodes=True) if is_here else window_pages.needs_to_decode(request)
 
     @property
-    def window_room(self) -> tuple[int, int]:
-        """Window pages that a peer may write to now, and window pages that can be reserved."""
+    def room(self) -> tuple[int, ...]:
+        """Pages that are free, that could be evicted, and that are cached; window pages that are free or unreserved."""
+        room = (self._allocator.num_free, self._cache.num_evictable_pages, self._cache.num_pages)
         window_pages = self._allocator.window_pages
-        return (0, 0) if window_pages is None else (window_pages.num_free, window_pages.num_unreserved)
+        return room if window_pages is None else (*room, window_pages.num_free, window_pages.num_unreserved)
 
     def begin_pass(self) -> None:
         """The calls of ``reserve`` that follow are for the whole queue, from its front."""

@@ -15,6 +15,7 @@ from itertools import islice
 from common.decision_log import DecisionLog
 from common.request import Request, RequestKey
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
+from common.scheduling.long_prompts import LongPrompts
 from common.scheduling.new_token_ratio import CLIP_TOKENS, NewTokenRatio, expected_room, expected_tokens
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import PrefillLimits
@@ -83,6 +84,7 @@ class PreallocQueue:
         is_connected: whether a prefill node (by incarnation) can be asked to compute a request again.
 
     Attributes:
+        long_prompts: how the prompts that are computed here share its steps.
         short: waiting requests for which there were not enough pages at the last attempt.
     """
 
@@ -99,6 +101,7 @@ class PreallocQueue:
         self.decisions = DecisionLog()
         self.totals: Counter[str] = Counter(skipped_ahead=0, resumed_remotely=0)
         self.short: dict[RequestKey, Request] = {}
+        self.long_prompts = LongPrompts(limits, ordering, reservations.page_size)
         self._reservations = reservations
         self._table = table
         self._ordering = ordering
@@ -196,13 +199,16 @@ class PreallocQueue:
             not table.retracted or all(map(self.is_computed_here, table.not_held(table.retracted.values())))
         ):
             return []
-        num_outputs = sum(len(request.output) for request in table.running.values())
-        state = (self._reservations.num_available, table.num_moves, num_outputs, *self._reservations.window_room)
-        if state == self._last_try:
+        if self._state() == self._last_try:
             return []
         granted = self._grant_in_order(now)
-        self._last_try = () if granted else state
+        self._last_try = () if granted else self._state()  # pages may have been evicted, and be free later
         return granted
+
+    def _state(self) -> tuple[int, ...]:
+        """What decides whether requests get pages, apart from priorities."""
+        num_outputs = sum(len(request.output) for request in self._table.running.values())
+        return (self._table.num_moves, num_outputs, *self._reservations.room)
 
     def is_full_for(self, request: Request) -> bool:
         """Whether requests no less urgent than this one, which have pages or are receiving them, claim every slot."""

@@ -91,6 +91,8 @@ class Preemptor:
     def _waits_for_another(self, request: Request) -> bool:
         """Whether the request lacks something other than pages."""
         if self._queue.is_computed_here(request):
+            if not self._queue.long_prompts.may_begin(request, self._table.extending.values(), self._cache):
+                return True
             if not self._queue.may_share_prefix(request):
                 return False
             return self._queue.sharing().holder_of(request, self._cache) is not None

@@ -346,7 +346,7 @@ class DecodeRole:
 
     def _refuse_opposite_moves(self, now: float) -> bool:
         """Refuse requests that would wait in a circle. True if there were any."""
-        if self._scheduler.may_gain_pages:
+        if not self._moves.is_open or self._scheduler.may_gain_pages:
             return False
         refused = self._moves.in_circle(self._scheduler.waiting_for_pages)
         for request in refused:

@@ -390,9 +390,14 @@ class PrefillScheduler:
         if self._ordering.may_preempt_any(self._waiting.highest_priority, ungranted):
             first = self._ordering.sort(list(self._waiting.values()), now)[0]
             weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim, now)]
-            if weaker and self._sharing().holder_of(first, self._cache) is None:
+            if weaker and self._lacks_only_room(first):
                 self._preempt_for_first(first, weaker, now)
         return None
+
+    def _lacks_only_room(self, request: Request) -> bool:
+        """Whether a waiting request would begin now if it had a slot and pages."""
+        may_begin = self._long_prompts.may_begin(request, self._extending.values(), self._cache)
+        return may_begin and self._sharing().holder_of(request, self._cache) is None
 
     def _ungranted(self) -> list[Request]:
         """Requests that may be retracted, least urgent first."""

@@ -19,9 +19,11 @@ long prompt with less urgent prompts. Every begun prompt has all of its pages, s
 and none waits for pages that another one holds.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from common.cache.radix_cache import RadixCache
+from common.cache.request_kv import adds_to_cache
 from common.cache.tree_node import TOKEN_BYTES
 from common.request import Request, RequestKey
 from common.scheduling.ordering import RequestOrdering
@@ -52,7 +54,9 @@ class LongPrompts:
         self._unit = limits.alignment.unit(page_size)
         self._share = limits.long_prompts.share
         self._max_begun = limits.long_prompts.max_begun
-        is_divisible = limits.chunk_tokens is not None and limits.chunk_tokens >= 2 * self._unit
+        self._kv_window = limits.kv_window
+        budget = None if limits.chunk_tokens is None else min(limits.chunk_tokens, limits.max_prefill_tokens)
+        is_divisible = budget is not None and budget >= 2 * self._unit
         self._is_shared = self._share < 1.0 and is_divisible and limits.max_requests != 1
         self._threshold = limits.long_prompts.threshold or limits.chunk_tokens or 0
         self._is_shortest_turn = False
@@ -62,6 +66,31 @@ class LongPrompts:
         if request.pages:
             return request.num_to_compute > self._threshold
         return request.num_tokens > self._threshold and bool(request.watch) and request.num_uncached > self._threshold
+
+    def may_begin(self, request: Request, begun: Iterable[Request], cache: RadixCache) -> bool:
+        """Whether a waiting request that has room may begin beside these begun ones."""
+        if not self._is_shared:
+            return True
+        long = [other for other in begun if self.is_long(other)]
+        return self.may_begin_beside(long, request, cache, is_long=self.is_long(request))
+
+    def may_begin_beside(
+        self, long: Collection[Request], request: Request, cache: RadixCache, *, is_long: bool
+    ) -> bool:
+        """Whether a waiting request may begin beside those of these long prompts that have begun.
+
+        No request may while a long one computes its next tokens, unless it does not use the cache. A long one may
+        begin only beside fewer than ``max_begun`` long ones in progress; less urgent ones do not count.
+        """
+        uses_cache = self._kv_window is None or self._kv_window.is_cached(request.num_tokens)
+        if uses_cache and any(
+            _is_computing_for(request, other, cache.page_size) and adds_to_cache(cache, other) for other in long
+        ):
+            return False
+        if not is_long:
+            return True
+        in_progress = filter(_is_unfinished, long)
+        return sum(not self._ordering.is_more_urgent(request, other) for other in in_progress) < self._max_begun
 
     def in_order(self, begun: Iterable[Request]) -> list[Request]:
         """Begun prompts in the order that they have among equals: short ones by what they have left, then long ones."""
@@ -86,9 +115,9 @@ class LongPrompts:
         """
         budget = adder.tokens_left if self._is_shared else None
         long = {} if budget is None else {r.key: r for r in queue if self.is_long(r) and is_here(r)}
-        if budget is None or budget < 2 * self._unit or not long:
+        if budget is None or not long:
             return map(Turn, queue)
-        step = _SharedStep(queue, long, adder, self._ordering, unit=self._unit, max_begun=self._max_begun)
+        step = _SharedStep(queue, long, adder, self._ordering, prompts=self, unit=self._unit)
         if step.begun:
             self._is_shortest_turn = not self._is_shortest_turn
         share = min(max(int(budget * self._share), self._unit), budget - self._unit) // self._unit * self._unit
@@ -112,15 +141,15 @@ class _SharedStep:
         adder: PrefillAdder,
         ordering: RequestOrdering,
         *,
+        prompts: LongPrompts,
         unit: int,
-        max_begun: int,
     ) -> None:
         self._queue = queue
         self._long = long
         self._adder = adder
         self._ordering = ordering
+        self._prompts = prompts
         self._unit = unit
-        self._max_begun = max_begun
         self.begun = [request for request in long.values() if _is_unfinished(request)]
         self._first = next((r for r in long.values() if not r.pages or _is_unfinished(r)), queue[0])
 
@@ -177,21 +206,10 @@ class _SharedStep:
                 yield Turn(request, left)
 
     def _may_begin(self, request: Request, urgent: Request | None) -> bool:
-        """Whether a waiting request may begin.
-
-        No request may while a long one computes its next tokens. A long one may begin only beside fewer than
-        ``max_begun`` long ones in progress; less urgent ones do not count.
-        """
         if request is urgent:
             return True
-        adder = self._adder
-        long = self._long.values()
-        if any(_is_computing_for(request, other, adder.page_size) and adder.adds_to_cache(other) for other in long):
-            return False
-        if request.key not in self._long:
-            return True
-        in_progress = filter(_is_unfinished, self._long.values())
-        return sum(not self._is_before(request, other) for other in in_progress) < self._max_begun
+        is_long = request.key in self._long
+        return self._prompts.may_begin_beside(self._long.values(), request, self._adder.cache, is_long=is_long)
 
     def _num_left(self, request: Request) -> tuple[bool, int]:
         """A sort key of a begun long prompt: whether it is less urgent than the first one, and what it lacks."""

@@ -22,7 +22,7 @@ from enum import Enum, auto
 from common.cache.kv_window import KVWindow, ring_table
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
-from common.cache.request_kv import adds_to_cache, packed_tokens
+from common.cache.request_kv import packed_tokens
 from common.cache.tree_node import Match, TreeNode
 from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
@@ -204,7 +204,7 @@ class PrefillAdder:
         self.chunk_left = None if limits.chunk_tokens is None else max(limits.chunk_tokens, self._unit)
         self._crossover = None if self.chunk_left is None else limits.alignment.crossover_tokens
         self._work_left = prefill_work(self._crossover or 0.0, 0, self.chunk_left or 0)
-        self._cache = cache
+        self.cache = cache
         self._allocator = allocator
         self.page_size = cache.page_size
         self._places: dict[RequestKey, int] = {}  # of each request's chunk in ``chunks``
@@ -215,10 +215,6 @@ class PrefillAdder:
         self._ratio = ratio
         self._kv_window = limits.kv_window or KVWindow(cache.page_size)
         self._decodes = decodes
-
-    def adds_to_cache(self, request: Request) -> bool:
-        """Whether other requests will find what this one computes; see ``request_kv.adds_to_cache``."""
-        return adds_to_cache(self._cache, request)
 
     @property
     def tokens_left(self) -> int | None:
@@ -262,7 +258,7 @@ class PrefillAdder:
             return AddResult.NO_TOKEN
         kv_window, num_tokens = self._kv_window, request.num_tokens
         if kv_window.is_cached(num_tokens):
-            match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
+            match = self.cache.match(packed_tokens(request, request.num_cacheable), request.salt)
             result = self._add(request, match, kv_window.num_pages(num_tokens) - len(match.pages), most)
             if result is not AddResult.NO_TOKEN:
                 return result
@@ -283,14 +279,14 @@ class PrefillAdder:
         num_tokens = self._fit(match.num_tokens, length, most=most, is_first=not self.chunks)
         if num_tokens == 0:
             return AddResult.OTHER
-        num_evictable = self._cache.num_evictable_pages
-        self._cache.lock(match.node)
+        num_evictable = self.cache.num_evictable_pages
+        self.cache.lock(match.node)
         # What is locked can no longer be evicted, so the budget is tested only now.
-        self.total_left -= (num_locked := self._tokens(num_evictable - self._cache.num_evictable_pages))
+        self.total_left -= (num_locked := self._tokens(num_evictable - self.cache.num_evictable_pages))
         own = self._allocate(request, match, num_pages)
         if own is None:
             self.total_left += num_locked
-            self._cache.unlock(match.node)
+            self.cache.unlock(match.node)
             return AddResult.NO_TOKEN
         self._admit(request, match, own, is_ring=is_ring)
         self._take(request, match.num_tokens, num_tokens)
@@ -361,9 +357,9 @@ class PrefillAdder:
         ):
             return None
         missing = count - self._allocator.num_for_steps
-        if missing > self._cache.num_evictable_pages:
+        if missing > self.cache.num_evictable_pages:
             return None
-        self._cache.evict(missing)
+        self.cache.evict(missing)
         return self._allocator.alloc_for_step(count)
 
     def _may_spend(self, request: Request, match: Match, num_tokens: int) -> bool:
@@ -397,7 +393,7 @@ class PrefillAdder:
         mine = Growth(
             request.num_tokens, num_held, self._expected(request), num_private, is_late=True, max_pages=max_pages
         )
-        num_available = self._allocator.num_for_steps + self._cache.num_evictable_pages - count
+        num_available = self._allocator.num_for_steps + self.cache.num_evictable_pages - count
         return fits([*others, mine], num_available, self.page_size)
 
     def _growth(self, request: Request, *, is_late: bool) -> Growth:
@@ -421,7 +417,7 @@ class PrefillAdder:
         request.own = request.pages[num_pages - len(own) :]
         request.is_wrapped = is_ring
         request.node = match.node
-        self._cache.count_use(match.node)
+        self.cache.count_use(match.node)
         request.num_computed = request.num_scheduled = match.num_tokens
         if not (request.output or request.num_to_compute):  # otherwise it was admitted before
             request.num_cached = match.num_tokens

@@ -54,7 +54,7 @@ class Run:
         self._site: Site
         self._began_at = self._load_s = 0.0
         self._is_stopping = False
-        self._undoing: set[asyncio.Task[None]] = set()
+        self._injections: list[asyncio.Task[None]] = []
         self._injected: list[Injected] = []
         self._descriptors: dict[str, int] = {}
         self.tally = Tally(is_exact=config.dtype == "float32")
@@ -100,10 +100,10 @@ class Run:
             self._load_s = time.monotonic() - self._began_at
             self._is_stopping = True
             faults.cancel()
-            await asyncio.gather(faults, return_exceptions=True)
-            await asyncio.gather(*self._undoing, return_exceptions=True)
-        if faults.done() and not faults.cancelled() and (error := faults.exception()):
-            raise error
+            ended = await asyncio.gather(faults, *self._injections, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
         return await self._findings()
 
     # ---- what the run needs ------------------------------------------------------------------------------------------
@@ -220,9 +220,7 @@ class Run:
     async def _inject_all(self) -> None:
         for planned in self._schedule():
             await asyncio.sleep(max(self._began_at + planned.at_s - time.monotonic(), 0.0))
-            task = asyncio.create_task(self._inject_when_possible(planned))
-            self._undoing.add(task)
-            task.add_done_callback(self._undoing.discard)
+            self._injections.append(asyncio.create_task(self._inject_when_possible(planned)))
 
     async def _inject_when_possible(self, planned: PlannedFault) -> None:
         """Inject a fault as soon as a node may be hit by it; never, if it takes until the next one of its sort."""
@@ -254,14 +252,16 @@ class Run:
             node.may_end = node.may_end or fault.may_end
         began_at = time.monotonic()
         try:
-            self._tell(await fault.inject(self._site, node))
-            ends_at = began_at + planned.lasts_s
-            while time.monotonic() < ends_at and not self._is_stopping:
-                await asyncio.sleep(0.05)
+            try:
+                self._tell(await fault.inject(self._site, node))
+                ends_at = began_at + planned.lasts_s
+                while time.monotonic() < ends_at and not self._is_stopping:
+                    await asyncio.sleep(0.05)
+            finally:
+                await fault.undo(self._site, node)
         except (OSError, subprocess.CalledProcessError) as error:
             self._tell(f"{fault.name} at {node.name}: {error}")  # the node has ended meanwhile
         finally:
-            await fault.undo(self._site, node)
             if is_of_node:
                 node.fault = ""
                 node.may_end = node.may_end and not node.is_running

@@ -1,7 +1,7 @@
 """The clients of a simulated service: they send a planned load and keep the outcome of each request.
 
 In an open loop, sessions start at their planned instants; in a closed loop, a fixed number is always in flight. The
-next turn of a session follows the answer after the planned pause. A session ends with its first failure.
+next turn of a session follows the end of the one before it after the planned pause, even if that one has failed.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.cache.tree_node import PackedTokens
-from common.errors import ConfigError, ErrorCode, RequestError
+from common.errors import ConfigError, RequestError
 from common.sampling_params import SamplingParams
 from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.requests.admission.priority import PriorityResolver
@@ -131,7 +131,6 @@ class Client:
     Args:
         submit: sends a request, or raises RequestError.
         classes: names of the priority classes.
-        context_length: longest prompt and output together; longer requests are refused.
         max_new_tokens: the same limit for every request; None for the planned length of each.
         concurrency: sessions in flight in a closed loop; 0 in an open loop.
     """
@@ -145,7 +144,6 @@ class Client:
         *,
         priorities: PriorityResolver,
         classes: Collection[str] = (),
-        context_length: int,
         max_new_tokens: int | None = None,
         timeout_s: float = 600.0,
         concurrency: int = 0,
@@ -156,7 +154,6 @@ class Client:
         self._submit = submit
         self._priorities = priorities
         self._classes = classes
-        self._context_length = context_length
         self._predictor = OutputLengthPredictor()
         self._max_new_tokens = max_new_tokens
         self._timeout_s = timeout_s
@@ -207,7 +204,7 @@ class Client:
     def _request(self, rid: str, planned: PlannedRequest) -> GenerateRequest:
         """The request as the gateway parses it.
 
-        Raises RequestError: its class is unknown, or it is too long. Raises ConfigError: its prompt is text.
+        Raises RequestError: its class is unknown. Raises ConfigError: its prompt is text.
         """
         is_known = self._max_new_tokens is None
         prompt = self._script.prompt(planned)
@@ -219,8 +216,6 @@ class Client:
             seed=planned.index,
             ignore_eos=is_known,
         )
-        if len(prompt) + sampling.max_new_tokens > self._context_length:
-            raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt and output are longer than the context")
         name = priority_class_of(planned, self._classes)
         expected = planned.num_output if is_known else self._predictor.expected(planned.tenant, prompt)
         request = GenerateRequest(
@@ -251,7 +246,7 @@ class Client:
         outcome.ended_at = self._events.now()
         self._script.forget(outcome.planned.index)
         self.num_ended += 1
-        if outcome.is_ok and turn + 1 < len(session):
+        if turn + 1 < len(session):
             self._events.after(max(0.0, session[turn + 1].think_s), self._send, session, turn + 1)
             return
         self._num_expected -= 1

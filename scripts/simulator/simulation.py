@@ -64,7 +64,6 @@ class Simulation:
             self.cluster.gateway.submit,
             priorities=priorities,
             classes=config.class_weights,
-            context_length=config.context_length or CONTEXT_LENGTH,
             max_new_tokens=config.max_new_tokens,
             timeout_s=config.request_timeout,
             concurrency=config.concurrency or 0,

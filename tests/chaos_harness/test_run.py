@@ -1,5 +1,6 @@
 """A short seeded run of the whole harness, as a user starts it."""
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from common.config.serve import ServeConfig
 from scripts.chaos_harness.answers import Answer, Output
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.run import NoReference, Run
+from scripts.chaos_harness.schedule import FaultKind, PlannedFault
 from scripts.chaos_harness.service import ChaosService
 
 WORDS = [sys.executable, "-m", "scripts.cli", "chaos", "--distinct=12", "--no-check-pauses", "--no-progress"]
@@ -72,6 +74,33 @@ async def test_a_run_that_leaves_every_request_out_is_refused(tmp_path: Path) ->
     run._service = SimpleNamespace(clients={"gateway": client}, gateway=SimpleNamespace(name="gateway"))
     with pytest.raises(NoReference, match="raise --distinct"):
         await run._make_reference()
+
+
+async def test_an_error_of_a_fault_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_failed = asyncio.Event()
+
+    class WaitingLoad:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        async def run(self, requests: object) -> None:
+            await has_failed.wait()
+
+    async def inject(planned: PlannedFault) -> None:
+        has_failed.set()
+        raise ZeroDivisionError
+
+    async def prepare() -> None: ...
+
+    run = Run(ChaosConfig(), tmp_path, lambda line: None)
+    run._service = SimpleNamespace()
+    fault = PlannedFault(0.0, FaultKind("kill", True, ("decode",), (0.0, 0.0)), 0.0, 0)
+    monkeypatch.setattr("scripts.chaos_harness.run.Load", WaitingLoad)
+    monkeypatch.setattr(run, "_make_reference", prepare)
+    monkeypatch.setattr(run, "_open_descriptors", dict)
+    monkeypatch.setattr(run, "_schedule", lambda: iter([fault]))
+    monkeypatch.setattr(run, "_inject_when_possible", inject)
+    with pytest.raises(ZeroDivisionError):
+        await run._observe()
 
 
 def test_a_fault_that_does_not_exist_is_refused_by_name() -> None:

@@ -9,6 +9,7 @@ from support.scheduling.single_nodes import DecodeNode as Node
 from common.cache.page_allocator import Owner
 from common.config.scheduling import PriorityRules
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
+from common.scheduling.prefill_adder import LongPromptLimits
 from decode_node.request_state import State
 
 
@@ -114,6 +115,19 @@ def test_no_request_is_retracted_if_the_pages_would_not_be_enough() -> None:
     node.step()
     assert {key[0] for key in node.table.running} == {"strong", "low"}
     assert node.scheduler.totals()["retractions"] == 0
+
+
+def test_a_long_local_prompt_that_may_not_begin_takes_no_pages() -> None:
+    node = Node(num_pages=36, long_prompts=LongPromptLimits(max_begun=1))
+    node.run_in("low", 12, 0, new=40)
+    node.submit("long", 64, 9, is_local=True)
+    node.step()
+    node.submit("next", 64, 9, is_local=True)  # 18 pages with its output; there are 16
+    for _ in range(4):
+        node.step()
+    assert node.state("low") is State.RUNNING
+    assert node.scheduler.totals()["preemptions"] == 0
+    assert node.run() == ["long", "next", "low"]
 
 
 def test_a_retracted_request_does_not_take_its_pages_back() -> None:

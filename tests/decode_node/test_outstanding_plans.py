@@ -157,6 +157,30 @@ def test_no_more_of_the_cache_is_evicted_for_waiting_requests_than_they_need_whi
     assert node.grant() == ["a", "b"]
 
 
+def test_pages_evicted_during_a_step_of_a_local_prompt_are_granted_at_its_end() -> None:
+    node = DecodeNode(num_pages=24, rules=PriorityRules())
+    node.submit("old", 40, new=1, is_local=True)
+    node.run()
+    node.submit("long", 40, is_local=True)
+    plan = plan_of(node)
+    node.submit("waiting", 24)  # six pages
+    assert node.grant() == []
+    assert (node.allocator.num_free, node.allocator.num_lingering) == (4, 2)
+    assert commit(node, plan) == []
+    assert node.grant() == ["waiting"]
+
+
+def test_a_prompt_is_granted_its_pages_as_soon_as_a_local_one_has_cached_enough_of_it() -> None:
+    node = DecodeNode(num_pages=15, rules=PriorityRules())
+    node.submit("long", 40, is_local=True, first=0)
+    plan = plan_of(node)
+    node.submit("waiting", 24, first=0)  # six pages; there are five
+    assert node.grant() == []
+    assert commit(node, plan) == []
+    assert node.cache.num_pages == 2
+    assert node.grant() == ["waiting"]
+
+
 def test_steps_are_committed_in_the_order_of_their_plans() -> None:
     node = DecodeNode()
     ready(node, "a", 6)

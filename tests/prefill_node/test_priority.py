@@ -143,6 +143,19 @@ def test_no_request_is_retracted_if_the_pages_would_not_be_enough() -> None:
     assert node.scheduler.totals()["preemptions"] == 0
 
 
+def test_a_long_prompt_that_may_not_begin_takes_no_pages() -> None:
+    node = Node(num_pages=34, long_prompts=LongPromptLimits(max_begun=1))
+    node.submit("low", 16, 0)
+    for _ in range(2):
+        node.step(is_sent=False)  # four pages
+    node.submit("long", 64, 20)
+    node.step()
+    node.submit("next", 64, 20)  # 16 pages; there are 14, and 18 without low
+    assert node.step() == [("long", 8)]
+    assert node.scheduler.totals()["preemptions"] == 0
+    assert node.run() == ["low", "long", "next"]
+
+
 def test_a_retracted_prompt_does_not_recompute_what_is_still_cached() -> None:
     node = Node(slots=1)
     node.submit("a", 32, 0)

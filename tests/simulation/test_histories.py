@@ -2,7 +2,7 @@
 
 A history follows from a seed: the nodes (pools that are too small, pages of unequal size, every policy, every limit),
 the requests (equal and partly equal prompts, tenants, classes, deadlines, several samples of one prompt) and the
-events.
+events (clients that leave or are slow to read, changed priorities and classes, moves between decode nodes, faults).
 """
 
 from random import Random
@@ -19,7 +19,7 @@ from common.errors import ErrorCode
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
 from common.scheduling.prefill_adder import LongPromptLimits
-from common.wire.messages import Closed, Flush, GetDecisions, Grant, Reprioritize, Resume
+from common.wire.messages import Closed, Flush, GetDecisions, Grant, Reprioritize, Resume, SetPaused
 from scripts.simulator.service.inprocess_transport import Fault, Wire
 
 ROOTS = (prompt_of(40, 0), prompt_of(40, 1), (*prompt_of(12, 0), *prompt_of(28, 5)))
@@ -40,7 +40,7 @@ class History:
         self.in_haste: dict[str, None] = {}
         self.hopeless: dict[str, None] = {}  # their grammars cannot be compiled
         self.may_fail = {ErrorCode.OUT_OF_PAGES, ErrorCode.POOL_TOO_SMALL}
-        small, large = random.choice([(4, 4), (4, 4), (4, 8), (2, 6), (1, 4)])
+        small, large = random.choice([(4, 4), (4, 4), (4, 8), (2, 6), (1, 4), (3, 3), (5, 15), (7, 7)])
         self.page_sizes = (small, large) if random.random() < 0.5 else (large, small)
         self.window = random.choice([2, 5, 11, 20]) if has_windows else None
         if has_windows:
@@ -48,7 +48,8 @@ class History:
         self.num_tokens = (random.randint(12, 24) * 4, random.randint(12, 24) * 4)  # tokens of each pool
         self.num_tokens = tuple(n - n % size for n, size in zip(self.num_tokens, self.page_sizes, strict=True))
         self.cluster = self._make()
-        self.is_faulty = False
+        self.held: dict[str, None] = {}
+        self.is_faulty = self.has_moved = False
         self.can_break = random.random() < 0.6
 
     def _make(self) -> FaultyCluster:
@@ -158,11 +159,16 @@ class History:
 
     def run(self, num_events: int = 45) -> None:
         actions = (
-            ["submit"] * 8 + ["step"] * 8 + ["continue_elsewhere"] * 2 + ["leave", "urgency", "odd", "stop", "fault"]
+            ["submit"] * 8
+            + ["step"] * 8
+            + ["continue_elsewhere"] * 2
+            + ["leave", "urgency", "odd", "stop", "fault", "hold", "hold", "let_go", "move"]
         )
         for _ in range(num_events):
             getattr(self, self.random.choice(actions))()
-        self.cluster.finish(may_wait=self.is_faulty or bool(self.cluster.wire.faults))
+        while self.held:
+            self.let_go()
+        self.cluster.finish(may_wait=self.is_faulty or self.has_moved or bool(self.cluster.wire.faults))
 
     def submit(self) -> None:
         random = self.random
@@ -205,25 +211,56 @@ class History:
         for _ in range(self.random.randint(1, 8)):
             self.cluster.step()
 
+    def _open_rids(self) -> list[str]:
+        return [rid for rid, answer in self.cluster.answers.items() if not answer.is_over]
+
     def leave(self) -> None:
-        open_rids = [rid for rid, answer in self.cluster.answers.items() if not answer.is_over]
-        if open_rids:
+        if open_rids := self._open_rids():
             rid = self.random.choice(open_rids)
             self.given_up[rid] = None
             end_by_client(self.cluster, rid, "left")
 
     def continue_elsewhere(self) -> None:
-        open_rids = [rid for rid, answer in self.cluster.answers.items() if not answer.is_over]
-        if open_rids:
+        if open_rids := self._open_rids():
             pair = (self.random.choice([0, 1, None]), self.random.randint(0, 1))
             self.cluster.continue_request(self.random.choice(open_rids), pair=pair)
+
+    def move(self) -> None:
+        cluster = self.cluster
+        rids = [rid for rid in self._open_rids() if cluster.answers[rid].target is None]
+        if rids:
+            rid = self.random.choice(rids)
+            if (node := cluster.answers[rid].nodes[-1]) in cluster.decode:
+                cluster.move(rid, 1 - cluster.decode.index(node))
+                self.has_moved = True
+                # A request without pages does not move, and one may move to a node that has no room for it.
+                self.may_fail |= {ErrorCode.SHUTTING_DOWN, ErrorCode.QUEUE_FULL, ErrorCode.TRANSFER_FAILED}
+
+    def hold(self) -> None:
+        if open_rids := self._open_rids():
+            rid = self.random.choice(open_rids)
+            self.held[rid] = None
+            self._set_paused(rid, is_paused=True)
+
+    def let_go(self) -> None:
+        if self.held:
+            rid = self.random.choice(list(self.held))
+            del self.held[rid]
+            self._set_paused(rid, is_paused=False)
+
+    def _set_paused(self, rid: str, *, is_paused: bool) -> None:
+        answer = self.cluster.answers[rid]
+        for node in answer.nodes:
+            if node in self.cluster.decode:
+                self.cluster.tell(node, SetPaused(rid, answer.attempt, is_paused=is_paused))
 
     def urgency(self) -> None:
         if self.cluster.answers:
             rid, priority = self.random.choice(sorted(self.cluster.answers)), self.random.randint(-9, 20)
             answer = self.cluster.answers[rid]
+            name = self.random.choice([None, "high", "low"]) if self._has_classes() else None
             for node in answer.nodes:
-                self.cluster.tell(node, Reprioritize(rid, answer.attempt, priority))
+                self.cluster.tell(node, Reprioritize(rid, answer.attempt, priority, priority_class=name))
 
     def odd(self) -> None:
         message = self.random.choice([Flush(), GetDecisions(100)])
@@ -282,8 +319,18 @@ class History:
                 assert needed > min(self.num_tokens), (rid, answer.error)
 
 
-def live(seed: int, num_outstanding: int = 1, *, has_windows: bool = False) -> History:
-    history = History(seed, num_outstanding, has_windows=has_windows)
+class WindowHistory(History):
+    """One whose model has a window in every layer, so that long requests hold the pages of the window only."""
+
+    def _window_pages(self, chunk_tokens: int | None, alignment: ChunkAlignment) -> None:
+        return None
+
+    def _expected(self, prompt: tuple[int, ...], max_new: int) -> tuple[int, ...]:
+        return expected_output(prompt, max_new, self.window)
+
+
+def live(seed: int, num_outstanding: int = 1, *, kind: type[History] = History, has_windows: bool = False) -> History:
+    history = kind(seed, num_outstanding, has_windows=has_windows)
     history.run()
     history.judge()
     return history
@@ -385,9 +432,10 @@ def test_random_histories_end_in_exact_tokens_or_an_error_and_return_all_pages(s
 
 @pytest.mark.slow(sample=0.25)
 @pytest.mark.parametrize("num_outstanding", [1, 2])
+@pytest.mark.parametrize("kind", [History, WindowHistory])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_histories_with_window_pages(seed: int, num_outstanding: int) -> None:
-    live(seed, num_outstanding, has_windows=True)
+def test_random_histories_of_models_with_windows(seed: int, kind: type[History], num_outstanding: int) -> None:
+    live(seed, num_outstanding, kind=kind, has_windows=True)
 
 
 @pytest.mark.slow

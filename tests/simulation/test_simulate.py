@@ -112,6 +112,20 @@ def test_refused_and_late_requests_are_counted() -> None:
     assert late["requests"]["errors"] == {"deadline_exceeded": 4}
 
 
+@pytest.mark.parametrize(("num_tokens", "errors"), [(256, {"pool_too_small": 3}), (272, {})])
+def test_a_request_that_no_pool_can_hold_is_refused_at_once(num_tokens: int, errors: dict[str, int]) -> None:
+    """As by a real gateway. The prompt alone would fit."""
+    found = run("--num-requests=3", "--input-len=240", "--output-len=20", f"--max-total-tokens={num_tokens}")
+    assert found["requests"]["errors"] == errors
+
+
+def test_a_session_goes_on_after_a_turn_that_has_failed() -> None:
+    """As in the load tester. The second prompt has 100 + 11 + 100 tokens, the third 111 more."""
+    words = ["--num-requests=1", "--turns=3", "--input-len=100", "--output-len=11"]
+    found = run(*words, "--context-length=200")["requests"]
+    assert (found["sent"], found["errors"]) == (3, {"context_length_exceeded": 2})
+
+
 def test_requests_are_judged_by_their_limits() -> None:
     words = ["--num-requests=20", "--rate=5", "--input-len=100", "--output-len=11", "--starvation-bound=0.001"]
     assert run(*words, "--slo-ttft=1s", "--slo-itl=50ms")["service"] == {

@@ -343,7 +343,7 @@ class InputProcessor:
                 _check_vocabulary(prompt, limits, param)
             if truncation is not None:
                 prompt = truncation.of_ids(prompt, limits)
-            _check_length(prompt, limits, param)
+            check_length(prompt, limits, param)
             ids.append(prompt)
         return ids
 
@@ -381,7 +381,7 @@ class InputProcessor:
     ) -> GenerateRequest:  # fmt: skip
         limits = context.limits
         default = _tokens_left(len(prompt), limits) if default_max is None else default_max
-        maximum = _max_output_tokens(body.max_tokens, len(prompt), limits, default, "max_tokens")
+        maximum = max_output_tokens(body.max_tokens, len(prompt), limits, default, "max_tokens")
         sampling = _sampling_params(body, limits, max_new_tokens=maximum, minimum="min_tokens", logprobs=logprobs)
         return self._request(context, rid, prompt, sampling, body)
 
@@ -395,7 +395,7 @@ class InputProcessor:
         prefix: str,
     ) -> GenerateRequest:
         given = params.max_new_tokens if params.max_new_tokens is not None else params.max_tokens
-        maximum = _max_output_tokens(given, len(prompt), context.limits, NATIVE_MAX_TOKENS, f"{prefix}max_new_tokens")
+        maximum = max_output_tokens(given, len(prompt), context.limits, NATIVE_MAX_TOKENS, f"{prefix}max_new_tokens")
         minimum_name = "min_tokens" if params.min_new_tokens is None else "min_new_tokens"
         if params.seed is None:
             params.seed = params.sampling_seed
@@ -464,7 +464,7 @@ _sampling_fields: Callable[[SamplingFields], tuple[float | None, ...]] = attrget
 # ---- checks: each completes a part of a request, or raises a RequestError that names the field ----------------------
 
 
-def _check_length(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
+def check_length(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
     """Refuses a prompt that no node can take."""
     count = len(prompt)
     if not count:
@@ -488,7 +488,7 @@ def _check_vocabulary(prompt: Sequence[int], limits: ServingLimits, param: str) 
         raise refuse(f"token id {wrong} is not in the vocabulary, which has {limits.vocab_size} ids", param)
 
 
-def _max_output_tokens(given: int | None, num_prompt: int, limits: ServingLimits, default: int, param: str) -> int:
+def max_output_tokens(given: int | None, num_prompt: int, limits: ServingLimits, default: int, param: str) -> int:
     """The most output tokens. A default is cut to what fits; a client's value that does not fit is refused."""
     if given is None:
         return min(default, _tokens_left(num_prompt, limits))

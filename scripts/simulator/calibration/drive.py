@@ -44,6 +44,7 @@ class ServiceSize:
     Attributes:
         num_prefill, num_decode: nodes.
         pool_tokens: of one node.
+        num_devices: accelerators of each node.
     """
 
     model: str
@@ -57,7 +58,10 @@ class ServiceSize:
 
 
 def service_size(server: ServerInfo, workers: Any) -> ServiceSize:
-    """Read the answers of the model list and, of a Baton service, of ``/v1/workers``."""
+    """Read the answers of the model list and, of a Baton service, of ``/v1/workers``.
+
+    Raises ConfigError: the form of an answer is unknown, or nodes have different numbers of devices.
+    """
     listed = workers.get("workers") if isinstance(workers, dict) else None
     registers = [one.get("register") for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
     nodes = [one for one in registers if isinstance(one, dict)]
@@ -70,6 +74,13 @@ def service_size(server: ServerInfo, workers: Any) -> ServiceSize:
         item = {"float32": 4, "fp8_e4m3": 1, "int8": 1}.get(layout["dtype"], 2)
         values = 0 if layout.get("is_latent") else layout.get("value_dim") or layout["head_dim"]
         kv_bytes = layout["num_layers"] * layout["num_kv_heads"] * (layout["head_dim"] + values) * item
+        num_devices = {int(one.get("num_ranks", 1)) for one in nodes}
+        if len(num_devices) > 1:
+            counts = " and ".join(map(str, sorted(num_devices)))
+            raise ConfigError(
+                f"--calibrate: the nodes have {counts} devices, and a profile is of nodes that are alike: start them "
+                "with the same --tp"
+            )
         return ServiceSize(
             model,
             int(first["context_length"]),
@@ -78,7 +89,7 @@ def service_size(server: ServerInfo, workers: Any) -> ServiceSize:
             min(one["num_pages"] * one["layout"]["page_size"] for one in nodes),
             kv_bytes,
             min(int(one["max_running"]) for one in nodes),
-            int(first.get("num_ranks", 1)),
+            *num_devices,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--calibrate: /v1/workers has an unknown form ({error!r})") from None

@@ -76,27 +76,36 @@ def make_service_plan(config: SimulateConfig) -> tuple[PlanResult, Mapping[tuple
     if not load.span_s:
         raise ConfigError("--plan needs requests at different instants: raise --plan-requests, or lower --burst-size")
     goal = Goal(config.slo_attainment, config.plan_confidence, MAX_DEVICES)
-    _check_requests(config, [one for plan in plans for session in plan.sessions for one in session])
+    choices = choices_of(config)
+    pool = config.max_total_tokens or max(node.pool_tokens for node in choices.nodes.values())
+    _check_requests(config, [one for plan in plans for session in plan.sessions for one in session], pool)
     objective = Objective(config.slos.get("ttft", INFINITE), config.slos.get("itl", config.slos.get("tpot", INFINITE)))
     progress = PlanProgress(config.progress and sys.stderr.isatty())
     processes = config.plan_processes or os.cpu_count() or 1
     try:
         with Evaluator(windows, goal, num_processes=processes, on_result=progress) as evaluate:
-            planner = Planner(evaluate, load, choices_of(config), objective=objective, goal=goal)
+            planner = Planner(evaluate, load, choices, objective=objective, goal=goal)
             return planner.plan(), evaluate.known
     finally:
         progress.clear()
 
 
-def _check_requests(config: SimulateConfig, requests: Sequence[PlannedRequest]) -> None:
-    """Raise ConfigError if so many requests are refused that no number of nodes helps."""
+def _check_requests(config: SimulateConfig, requests: Sequence[PlannedRequest], pool: int) -> None:
+    """Raise ConfigError if so many requests are refused that no number of nodes helps.
+
+    Args:
+        pool: tokens of the largest pool of a node.
+    """
     context = config.context_length or CONTEXT_LENGTH
     priorities = PriorityResolver(config)
     refusals: Counter[str] = Counter()
     for one in requests:
         try:
-            if one.num_input + (config.max_new_tokens or one.num_output) > context:
+            num_tokens = one.num_input + (config.max_new_tokens or one.num_output)
+            if num_tokens > context:
                 refusals[f"longer than the context of {context:,} tokens: raise --context-length, or shorten them"] += 1
+            elif num_tokens > pool:
+                refusals[f"longer than a pool of {pool:,} tokens: raise --max-total-tokens, or shorten them"] += 1
             else:
                 priorities.assign((), one.priority, priority_class_of(one, config.class_weights))
         except RequestError as error:

@@ -13,6 +13,7 @@ from common.errors import RequestError
 from common.wire.messages import Failed, Message, Moved, Register, Registered, Spans, Tokens
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.input.generate_request import GenerateRequest
+from gateway.requests.input.input_processor import check_length, max_output_tokens
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool, WorkerPools
 from scripts.simulator.event_queue import EventQueue, Timer
@@ -132,6 +133,10 @@ class Gateway:
 
     def submit(self, request: GenerateRequest) -> Answer:
         """Accept a request. Raises RequestError: it is refused."""
+        if (limits := self.pool.registry.accepted) is None:
+            raise self.pool.no_route()
+        check_length(request.prompt, limits, "prompt")
+        max_output_tokens(request.sampling.max_new_tokens, len(request.prompt), limits, 0, "max_tokens")
         if not self._is_ticking:
             self._is_ticking = True
             self._events.background_after(TICK_S, self._tick)

@@ -336,6 +336,14 @@ def test_the_size_of_a_service_is_read_from_its_nodes() -> None:
         service_size(server, {"workers": [{"register": {"role": "decode"}}]})
 
 
+def test_a_service_whose_nodes_have_different_numbers_of_devices_is_refused() -> None:
+    server = ServerInfo("m", 1_000, "baton", {})
+    alike = [register("prefill", num_ranks=2), register("decode", num_ranks=2)]
+    assert service_size(server, {"workers": alike}).num_devices == 2
+    with pytest.raises(ConfigError, match=r"have 1 and 2 devices.*same --tp"):
+        service_size(server, {"workers": [register("prefill", num_ranks=2), register("decode")]})
+
+
 def test_the_designed_load_covers_lengths_up_to_half_of_the_context() -> None:
     lengths = prompt_lengths(ServiceSize("m", 4_096))
     assert (lengths[0], lengths[-1], len(lengths)) == (16, 2_048, 8)

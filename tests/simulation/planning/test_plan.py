@@ -241,13 +241,15 @@ def test_windows_of_a_single_burst_are_refused(capsys: pytest.CaptureFixture[str
     assert "--plan needs requests at different instants" in capsys.readouterr().err
 
 
-def test_requests_that_no_context_holds_are_refused_before_the_search(
+def test_requests_that_no_context_or_pool_holds_are_refused_before_the_search(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A fifth of the requests has 900 tokens and an output of 5."""
     words = ["--plan", f"--trace={trace}", "--plan-processes=1", *GOALS]
     assert main([*words, "--context-length=904"]) == 2
     assert "12 of 60 requests are longer than the context of 904 tokens" in capsys.readouterr().err
+    assert main([*words, "--max-total-tokens=904"]) == 2
+    assert "12 of 60 requests are longer than a pool of 904 tokens" in capsys.readouterr().err
     assert main([*words, "--context-length=905"]) == 0
 
 

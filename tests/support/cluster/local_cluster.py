@@ -212,12 +212,16 @@ class LocalCluster:
     def _allocator(self, role: str, num_pages: int) -> WatchedAllocator:
         page_size, window_pages = self._page_sizes[role], None
         if self._groups is not None:
-            alignment = self._limits.get("alignment", ChunkAlignment())
-            most = alignment.most_at_once(self._chunk, page_size) or UNBOUNDED
+            most = self._most_at_once(page_size) or UNBOUNDED
             window_pages = WatchedWindowPages(
                 self._groups, num_pages, self._window_pages[role], page_size=page_size, chunk_tokens=most
             )
         return WatchedAllocator(num_pages, page_size, window_pages)
+
+    def _most_at_once(self, page_size: int) -> int | None:
+        """The most tokens of one prompt in a step."""
+        alignment: ChunkAlignment = self._limits.get("alignment", ChunkAlignment())
+        return alignment.most_at_once(self._chunk, page_size)
 
     def _with_limits(self, limits: Any) -> Any:
         return dataclasses.replace(
@@ -243,8 +247,7 @@ class LocalCluster:
         executor, eos = self._load("prefill", num_pages)
         allocator = self._allocator("prefill", num_pages)
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
-        most_at_once = ChunkAlignment().most_at_once(self._chunk, page_size)
-        kv_window = KVWindow.of_prefill(page_size, self._window, most_at_once)
+        kv_window = KVWindow.of_prefill(page_size, self._window, self._most_at_once(page_size))
         limits = PrefillLimits(self._max_running, self._max_queued, chunk_tokens=self._chunk, kv_window=kv_window)
         transport = InProcessWriter(self.wire, executor.pool)
         chosen = transport if self.wire.can_recall else NegotiatingWriter([transport])
@@ -277,8 +280,7 @@ class LocalCluster:
         page_size = self._page_sizes["decode"]
         executor, eos = self._load("decode", num_pages)
         allocator = self._allocator("decode", num_pages)
-        most_at_once = ChunkAlignment().most_at_once(self._chunk, page_size)
-        kv_window = KVWindow.of_decode(page_size, self._window, most_at_once, num_pages)
+        kv_window = KVWindow.of_decode(page_size, self._window, self._most_at_once(page_size), num_pages)
         cache = RadixCache(allocator, page_size, is_enabled=self._is_cached)
         transport = InProcessReader(self.wire, executor.pool)
         writer = InProcessWriter(self.wire, executor.pool)
