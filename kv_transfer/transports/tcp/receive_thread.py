@@ -273,7 +273,7 @@ class ReceiveThread:
         if magic != PAGE_MAGIC or not self._page_seal.is_mine(header, frame[PAGE.size :]):
             raise ConnectionError("received a frame that is not a page of this writer")
         if given != number:
-            raise ConnectionError(f"got frame {given} in place of frame {number}")
+            raise ConnectionError(f"received frame {given} where frame {number} was expected")
         page_slice, layout = PageSlice(*numbers), self._store.layout
         if (
             page >= self._store.num_pages

@@ -171,7 +171,7 @@ class _EntryExchange:
         is_entry = magic == ENTRY_MAGIC and 0 < key_bytes <= MAX_KEY_BYTES and value_bytes <= MAX_VALUE_BYTES
         is_made = magic == MADE_MAGIC and not key_bytes and not value_bytes
         if self._is_made_there or not (is_entry or is_made):
-            raise ConnectionError("received a frame that does not belong to the forming of a group")
+            raise ConnectionError("received a frame that has no place while a group forms")
         mac = self._exactly(MAC_BYTES)
         key, value = self._exactly(key_bytes), self._exactly(value_bytes)
         if not hmac.compare_digest(self._their_seal.mac(header + key + value), mac):
