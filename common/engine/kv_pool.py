@@ -26,6 +26,7 @@ from torch import Tensor
 
 from common.cache.page_layout import PageLayout
 from common.cache.window_pages import LayerGroups
+from common.engine.cpu.huge_pages import advise_huge_pages
 from common.engine.device_copies import to_device
 from common.engine.pinned_memory import PinnedMemory
 
@@ -102,8 +103,7 @@ class KVPool:
         self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, num_bytes)
         self.memory = mmap.mmap(self.fd, num_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self.memory.madvise(mmap.MADV_HUGEPAGE)  # a hint: taken where the kernel allows it for shared memory
+        advise_huge_pages(self.memory)  # taken where the kernel allows it for shared memory
         shape = (num_pages, layout.page_bytes)
         self._landing: Tensor | None = torch.frombuffer(self.memory, dtype=torch.uint8).view(shape)
         on_cpu = self.device.type == "cpu"

@@ -67,9 +67,9 @@ class PrefillConnections:
     def receive(self) -> Iterator[tuple[str, Message]]:
         """What has arrived, with the sender's incarnation. A caller may not dial or hang up meanwhile."""
         for incarnation, mailbox in self._mailboxes.items():
-            for letter in mailbox.receive():
-                if letter.sender == incarnation:
-                    yield incarnation, letter.message
+            for envelope in mailbox.receive():
+                if envelope.sender == incarnation:
+                    yield incarnation, envelope.message
 
     def lost(self) -> list[str]:
         """The nodes whose connections have broken, or could not be made, since the last call."""

@@ -3,6 +3,7 @@
 Small pages cost a translation for every 4 KiB that is read, and end the processor's prefetching; huge ones have 2 MiB.
 """
 
+import contextlib
 import math
 import mmap
 
@@ -36,12 +37,17 @@ class HugePages:
         return taken.view(dtype).view(shape)
 
 
+def advise_huge_pages(memory: mmap.mmap) -> None:
+    """Ask for huge pages behind a mapping; a kernel that has none refuses, which changes nothing."""
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+
+
 def _mapped(num_bytes: int) -> Tensor:
     """Return new memory that begins at a huge page. The advice must come before the first write."""
     size = -(-num_bytes // _HUGE) * _HUGE
     memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    advise_huge_pages(memory)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # holds the mapping as long as a tensor over it exists
     first = -whole.data_ptr() % _HUGE
     return whole[first : first + size]
