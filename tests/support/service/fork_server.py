@@ -7,8 +7,10 @@ thread when it forks, and no agent, pool or socket except the one over which it 
 named modules too.
 """
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -20,8 +22,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+from common.node.loading.model_loading import SHAPE_CACHE
 
 TESTS = Path(__file__).resolve().parents[2]
 #: The first reply comes once torch and the modules are imported.
@@ -33,11 +38,10 @@ class ForkServer:
     """Starts the fork server, and ends it with all processes that it forked.
 
     Args:
-        variables: environment variables that torch reads when it is loaded.
         modules: are imported before the first fork.
     """
 
-    def __init__(self, variables: Mapping[str, str] | None = None, modules: Sequence[str] = ()) -> None:
+    def __init__(self, modules: Sequence[str] = ()) -> None:
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
         environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
@@ -45,7 +49,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, str(TESTS / "support" / "service" / "fork_server.py"), str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **environment, "OPENBLAS_NUM_THREADS": "1", **(variables or {})},
+                env={**os.environ, **environment, "OPENBLAS_NUM_THREADS": "1", **SHAPE_CACHE},
             )
 
     def start(self, *argv: str, **environment: str) -> "TransportProcess":
@@ -79,6 +83,14 @@ class ForkServer:
     def close(self) -> None:
         self._socket.close()
         assert self._process.wait(60) == 0
+
+
+@cache
+def shared_fork_server(*modules: str) -> ForkServer:
+    """The fork server of all tests of this process that need these modules; it ends with the test run."""
+    started = ForkServer(modules)
+    atexit.register(started.close)
+    return started
 
 
 class ForkedProcess:
@@ -145,10 +157,13 @@ def main() -> None:
             continue
         if "module" in order:
             import common.engine.executor
-            import common.node.worker_main  # noqa: F401
+            import common.node.worker_main
+            import decode_node.factory
             import gateway.server
-            import gateway.workers.served_models  # noqa: F401
+            import gateway.workers.served_models
+            import prefill_node.factory  # noqa: F401
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
+        gc.freeze()  # a process that collects its garbage when it is ready need not visit, and copy, what is shared
         pid = os.fork()
         if not pid:
             orders.close()

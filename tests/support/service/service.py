@@ -7,7 +7,6 @@ Processes may be started in any order, and each may be killed and replaced. Most
 after a new heartbeat of every node, all pages are free or cached, none is quarantined, and no check has failed.
 """
 
-import atexit
 import contextlib
 import http.client
 import json
@@ -17,17 +16,15 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from support.service.client import HEARTBEAT_S, Client
-from support.service.fork_server import ForkedProcess, ForkServer
+from support.service.fork_server import ForkedProcess, shared_fork_server
 from support.service.processes import environment, flags, free_port, spawn
 
 from common.config import shared
-from common.node.loading.model_loading import SHAPE_CACHE
 
 SMALL_MODEL = Path(shared.SMALL_MODEL)
 START_TIMEOUT_S = 180.0
@@ -37,14 +34,6 @@ NODE_TIMEOUT_S = 30.0
 #: Lines of each log that a failed test shows.
 NUM_LAST_LINES = 100
 WORKER = "scripts.serving.worker"
-
-
-@cache
-def fork_server(*modules: str) -> ForkServer:
-    """The process that forks gateways and nodes; it has imported these modules, and ends with the test run."""
-    started = ForkServer(SHAPE_CACHE, modules)
-    atexit.register(started.close)
-    return started
 
 
 class Service:
@@ -116,7 +105,7 @@ class Service:
             if name in self.gateways:
                 module, argv = "gateway", argv[1:]
             if self._is_forked:
-                self.processes[name] = fork_server(*self._modules).run(
+                self.processes[name] = shared_fork_server(*self._modules).run(
                     module, argv, log, environment() | self._variables
                 )
             else:
