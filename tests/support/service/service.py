@@ -1,7 +1,6 @@
 """A gateway and nodes as real processes, for tests over HTTP.
 
-A gateway or node is forked from a process that has already imported its modules, which saves one or two seconds of CPU;
-with ``is_forked=False`` it starts as a user's does.
+A gateway or node is forked from a process that has already imported its modules, which saves one or two seconds of CPU.
 
 Processes may be started in any order, and each may be killed and replaced. Most tests end with ``Client.settled``:
 after a new heartbeat of every node, all pages are free or cached, none is quarantined, and no check has failed.
@@ -12,7 +11,6 @@ import http.client
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -22,7 +20,7 @@ from typing import Any
 import aiohttp
 from support.service.client import HEARTBEAT_S, Client
 from support.service.fork_server import ForkedProcess, shared_fork_server
-from support.service.processes import environment, flags, free_port, spawn
+from support.service.processes import environment, flags, free_port
 
 from common.config import shared
 
@@ -46,13 +44,13 @@ class Service:
         prefill, decode: numbers of nodes; their names are prefill-0, decode-0 and so on.
         gateway_options, node_options: further flags; ``only`` adds flags for single nodes, by name.
         variables: environment variables for every process.
-        is_forked: fork processes from one that has imported torch, the gateway and ``modules``.
+        modules: the process from which gateway and nodes are forked imports them too.
     """
 
     def __init__(
         self, logs: Path, model: Path = SMALL_MODEL, *, gateways: int = 1, prefill: int = 1, decode: int = 1,
         gateway_options: dict[str, Any] | None = None, node_options: dict[str, Any] | None = None,
-        only: dict[str, dict[str, Any]] | None = None, variables: dict[str, str] | None = None, is_forked: bool = True,
+        only: dict[str, dict[str, Any]] | None = None, variables: dict[str, str] | None = None,
         modules: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         logs.mkdir(parents=True, exist_ok=True)
@@ -69,9 +67,8 @@ class Service:
         self._node_options = {**shared, **small, **(node_options or {})}
         self._only = only or {}
         self._variables = variables or {}
-        self._is_forked = is_forked
-        self._modules = modules
-        self.processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
+        self._fork_server = shared_fork_server(*modules)
+        self.processes: dict[str, ForkedProcess] = {}
         self._num_starts = 0
         OPEN.append(self)
 
@@ -104,12 +101,7 @@ class Service:
             module, argv = WORKER, [name.split("-")[0], *self._argv(name)]
             if name in self.gateways:
                 module, argv = "gateway", argv[1:]
-            if self._is_forked:
-                self.processes[name] = shared_fork_server(*self._modules).run(
-                    module, argv, log, environment() | self._variables
-                )
-            else:
-                self.processes[name] = spawn([sys.executable, "-m", module, *argv], log, self._variables)
+            self.processes[name] = self._fork_server.run(module, argv, log, environment() | self._variables)
 
     def wait_until_ready(self, timeout_s: float | None = None) -> None:
         """Wait until every running node has registered at every running gateway, by its current process id."""
