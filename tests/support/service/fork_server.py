@@ -1,10 +1,9 @@
 """Starts processes in milliseconds by forking a process that has already imported torch and NIXL.
 
-    fork_server.py DESCRIPTOR [MODULE ...]
+    fork_server.py DESCRIPTOR
 
 The interpreter, torch and NIXL take two seconds of CPU to start; a fork takes next to nothing. The fork server has one
-thread when it forks, and no agent, pool or socket except the one over which it receives commands. It imports the
-named modules too.
+thread when it forks, and no agent, pool or socket except the one over which it receives commands.
 """
 
 import atexit
@@ -35,19 +34,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
-    """Starts the fork server, and ends it with all processes that it forked.
+    """Starts the fork server, and ends it with all processes that it forked."""
 
-    Args:
-        modules: are imported before the first fork.
-    """
-
-    def __init__(self, modules: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
         environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(TESTS / "support" / "service" / "fork_server.py"), str(theirs.fileno()), *modules],
+                [sys.executable, str(TESTS / "support" / "service" / "fork_server.py"), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **environment, "OPENBLAS_NUM_THREADS": "1", **SHAPE_CACHE},
             )
@@ -60,13 +55,18 @@ class ForkServer:
         os.close(their_out)
         return TransportProcess(self, pid, os.fdopen(our_in, "w"), os.fdopen(our_out))
 
-    def run(self, module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> "ForkedProcess":
-        """Forks a process that does the same as ``python -m MODULE`` with these arguments and this environment."""
+    def run(
+        self, module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str], *, imports: Sequence[str] = ()
+    ) -> "ForkedProcess":
+        """Forks a process that does the same as ``python -m MODULE`` with these arguments and this environment.
+
+        Args:
+            imports: modules that the fork server imports first.
+        """
         with open(os.devnull) as nothing, log.open("ab") as output:
             files = [nothing.fileno(), output.fileno(), output.fileno()]
-            return ForkedProcess(
-                self, self._request({"module": module, "argv": argv, "environment": dict(environment)}, files)
-            )
+            order = {"module": module, "argv": argv, "environment": dict(environment), "imports": imports}
+            return ForkedProcess(self, self._request(order, files))
 
     def status(self, pid: int) -> int:
         """Returns the exit status of an ended process, as ``subprocess`` does; only once for each process."""
@@ -86,9 +86,9 @@ class ForkServer:
 
 
 @cache
-def shared_fork_server(*modules: str) -> ForkServer:
-    """The fork server of all tests of this process that need these modules; it ends with the test run."""
-    started = ForkServer(modules)
+def shared_fork_server() -> ForkServer:
+    """The fork server of all tests of this process; it ends with the test run."""
+    started = ForkServer()
     atexit.register(started.close)
     return started
 
@@ -144,8 +144,6 @@ def main() -> None:
     with contextlib.suppress(Exception):  # a test that needs it reports the error
         _load_nixl()
     orders = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
-        importlib.import_module(name)
     while True:
         data, descriptors, _, _ = socket.recv_fds(orders, 1 << 20, 3)
         if not data:
@@ -162,6 +160,9 @@ def main() -> None:
             import gateway.server
             import gateway.workers.served_models
             import prefill_node.factory  # noqa: F401
+
+            for name in order["imports"]:
+                importlib.import_module(name)
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
         gc.freeze()  # a process that collects its garbage when it is ready need not visit, and copy, what is shared
         pid = os.fork()

@@ -44,7 +44,7 @@ class Service:
         prefill, decode: numbers of nodes; their names are prefill-0, decode-0 and so on.
         gateway_options, node_options: further flags; ``only`` adds flags for single nodes, by name.
         variables: environment variables for every process.
-        modules: the process from which gateway and nodes are forked imports them too.
+        modules: the process from which gateway and nodes are forked imports them first.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Service:
         self._node_options = {**shared, **small, **(node_options or {})}
         self._only = only or {}
         self._variables = variables or {}
-        self._fork_server = shared_fork_server(*modules)
+        self._modules = modules
         self.processes: dict[str, ForkedProcess] = {}
         self._num_starts = 0
         OPEN.append(self)
@@ -101,7 +101,8 @@ class Service:
             module, argv = WORKER, [name.split("-")[0], *self._argv(name)]
             if name in self.gateways:
                 module, argv = "gateway", argv[1:]
-            self.processes[name] = self._fork_server.run(module, argv, log, environment() | self._variables)
+            variables = environment() | self._variables
+            self.processes[name] = shared_fork_server().run(module, argv, log, variables, imports=self._modules)
 
     def wait_until_ready(self, timeout_s: float | None = None) -> None:
         """Wait until every running node has registered at every running gateway, by its current process id."""
