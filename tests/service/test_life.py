@@ -28,7 +28,7 @@ class Serve:
     def __init__(self, folder: Path) -> None:
         self.log = folder / "serve.log"
         self.port = free_port()
-        options = {"port": self.port, "max_total_tokens": 8192}
+        options = {"port": self.port, "max_total_tokens": 8192, "drain_timeout": 0.2}
         self.process = spawn([str(ROOT / "scripts" / "serve"), *flags(options)], self.log, start_new_session=True)
 
     def wait_until_ready(self) -> None:

@@ -30,6 +30,15 @@ from common.node.loading.model_loading import SHAPE_CACHE
 TESTS = Path(__file__).resolve().parents[2]
 #: The first reply comes once torch and the modules are imported.
 REPLY_TIMEOUT_S = 180.0
+#: What gateways and nodes import.
+MODULES = (
+    "common.engine.executor",
+    "common.node.worker_main",
+    "decode_node.factory",
+    "gateway.server",
+    "gateway.workers.served_models",
+    "prefill_node.factory",
+)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -56,7 +65,13 @@ class ForkServer:
         return TransportProcess(self, pid, os.fdopen(our_in, "w"), os.fdopen(our_out))
 
     def run(
-        self, module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str], *, imports: Sequence[str] = ()
+        self,
+        module: str,
+        argv: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        imports: Sequence[str] = (),
     ) -> "ForkedProcess":
         """Forks a process that does the same as ``python -m MODULE`` with these arguments and this environment.
 
@@ -154,14 +169,7 @@ def main() -> None:
             orders.send(str(os.waitstatus_to_exitcode(status)).encode())
             continue
         if "module" in order:
-            import common.engine.executor
-            import common.node.worker_main
-            import decode_node.factory
-            import gateway.server
-            import gateway.workers.served_models
-            import prefill_node.factory  # noqa: F401
-
-            for name in order["imports"]:
+            for name in (*MODULES, *order["imports"]):
                 importlib.import_module(name)
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
         gc.freeze()  # a process that collects its garbage when it is ready need not visit, and copy, what is shared
@@ -177,7 +185,7 @@ def main() -> None:
 
 
 def _load_nixl() -> None:
-    """Loads NIXL and UCX, which takes each process half a second, and opens nothing: no thread, context or descriptor."""
+    """Loads NIXL and UCX, which takes half a second, and makes no thread, context or descriptor of theirs."""
     import nixl
 
     agent = nixl.nixl_agent("fork server", nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
