@@ -160,7 +160,7 @@ async def num_attempts(client: Client) -> int:
         return max(one["num_attempts"] for one in (await answer.json())["requests"])
 
 
-@pytest.mark.slow(sample=0.2)
+@pytest.mark.slow(sample=0.1)
 @pytest.mark.parametrize("victims", [("prefill-0",), ("decode-0",), ("prefill-1", "decode-1")], ids="+".join)
 @pytest.mark.parametrize("moment", ["computing", "transfer", "decoding"])
 async def test_after_a_kill_every_answer_is_that_of_the_undisturbed_run(
@@ -210,7 +210,7 @@ async def test_without_another_node_the_stream_goes_on_when_the_node_comes_back(
     with running(tmp_path_factory.mktemp("one-pair"), node_options=NODE_OPTIONS) as one_pair:
         async with one_pair.client() as client:
             wanted = await Load(client, 40, 1000).answers()
-            for victims in (("decode-0",), ("prefill-0",), ("prefill-0", "decode-0")):
+            for victims in (("decode-0",), ("prefill-0", "decode-0")):
                 load = Load(client, 40, 1000)
                 await load.until(lambda load=load: load.progress[0] >= 60)
                 one_pair.kill(*victims)
