@@ -155,8 +155,9 @@ async def test_the_requests_of_a_node_that_is_stopped_go_on_with_its_replacement
             streaming = client.begin(prompt_of(30, 2), 2_000)  # goes on, although this process may have no core
             await streaming.has(5)
             computing = client.begin(prompt_of(3000, 3), 20)
-            assert await asyncio.to_thread(pair.stop, name, signal.SIGINT) == 0  # it does not drain
+            await asyncio.sleep(0.1)
             assert not streaming.ended_at
+            assert await asyncio.to_thread(pair.stop, name, signal.SIGINT) == 0  # it does not drain
             await start_again(pair, client, name)
             await streaming.goes_on()
             await check_ends([computing])
