@@ -9,7 +9,7 @@ import gc
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -54,10 +54,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """Lets the garbage collector skip what was collected: many modules end with a collection, of half a second each."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects no garbage while tests are collected, and freezes them: a collection would visit millions of objects.
+
+    Many modules of tests end with a collection, which would take half a second each.
+    """
+    gc.disable()
+    result = yield
+    gc.enable()
     gc.collect()
     gc.freeze()
+    return result
 
 
 def _skip_slow(items: list[pytest.Item], seed: int) -> None:

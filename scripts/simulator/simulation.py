@@ -122,13 +122,19 @@ class Simulation:
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect garbage rarely: modules and the plan live for a whole run, which makes few reference cycles."""
+    """Collect garbage rarely: modules and the plan live for a whole run, which makes few reference cycles.
+
+    A process that has frozen objects itself, as one that runs tests does, keeps them frozen.
+    """
     thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
+    is_frozen = gc.get_freeze_count() > 0
+    if not is_frozen:
+        gc.collect()
+        gc.freeze()
     gc.set_threshold(100_000, 20, 1_000)
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()

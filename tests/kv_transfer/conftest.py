@@ -9,17 +9,15 @@ from support.kv.kv_fakes import MemfdStore
 from support.kv.raw_tcp_peer import RawTcpPeer
 from support.kv.transfer_cluster import Cluster
 from support.kv.transport_ends import TRANSPORTS, End
-from support.service.fork_server import ForkServer
+from support.service.fork_server import ForkServer, shared_fork_server
 
 #: These with pages that never leave the GPUs.
 ON_GPUS = ("cuda-ipc on a GPU", "nixl on a GPU", "nccl on two GPUs")
 
 
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    fork_server = ForkServer()
-    yield fork_server
-    fork_server.close()
+@pytest.fixture(scope="session")
+def fork_server() -> ForkServer:
+    return shared_fork_server()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from support.kv.raw_tcp_peer import offer as offer_tcp
 from support.kv.shm_ends import attach as attach_shm
 from support.kv.shm_ends import offer as offer_shm
 from support.kv.transport_ends import End
-from support.service.fork_server import ForkServer
+from support.service.fork_server import shared_fork_server
 from support.waiting import until
 
 from common.wire.mailbox import Mailbox
@@ -201,12 +201,11 @@ def test_a_writer_maps_no_pool_after_a_mangled_greeting(changes: list[Change]) -
 
 @pytest.fixture(scope="module")
 def nixl_ends() -> Iterator[tuple[End, End]]:
-    fork_server = ForkServer()
+    fork_server = shared_fork_server()
     ends = (End(fork_server, "writer", "nixl", TEST_ATTACH_TIMEOUT_S="60"), End(fork_server, "reader", "nixl"))
     yield ends
     for end in ends:
         end.close()
-    fork_server.close()
 
 
 @settings(max_examples=25, deadline=None)

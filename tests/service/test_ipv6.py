@@ -3,16 +3,17 @@
 import http.client
 import json
 import re
+import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.service.processes import ROOT, flags, spawn
+from support.service.fork_server import ForkedProcess, shared_fork_server
+from support.service.processes import ROOT, environment, flags, spawn
 from support.service.service import SMALL_MODEL, WORKER
 
 from common.config.gateway import GatewayConfig
@@ -40,14 +41,18 @@ class Processes:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._running: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
 
     def start(self, name: str, argv: list[str], /, **options: Any) -> None:
         self._running[name] = spawn([*argv, *flags(options)], self._folder / f"{name}.log")
 
+    def fork(self, name: str, module: str, /, *argv: str, **options: Any) -> None:
+        log = self._folder / f"{name}.log"
+        self._running[name] = shared_fork_server().run(module, [*argv, *flags(options)], log, environment())
+
     def node(self, role: str, **options: Any) -> None:
         shared = {"model": SMALL_MODEL, "dtype": "float32", "threads": 1, "max_total_tokens": 2048, "name": role}
-        self.start(role, [sys.executable, "-m", WORKER, role], **shared, **options)
+        self.fork(role, WORKER, role, **shared, **options)
 
     def read_log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text()
@@ -63,7 +68,7 @@ class Processes:
 
     def close(self) -> None:
         for process in self._running.values():
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
         for name, process in self._running.items():
             assert process.wait(60) == 0, self.read_log(name)
             assert "Traceback" not in self.read_log(name), self.read_log(name)
@@ -104,10 +109,8 @@ def workers_of(url: str, count: int) -> list[dict[str, Any]]:
 @needs_ipv6
 @pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "tcp"])
 def test_a_request_goes_from_prefill_to_decode_over_ipv6_alone(processes: Processes, transport: str) -> None:
-    processes.start(
-        "gateway", [sys.executable, "-m", "gateway"], model=SMALL_MODEL, host="::1", port=0, control_host="::1",
-        control_port=0, log_level="info",
-    )  # fmt: skip
+    addresses = {"host": "::1", "port": 0, "control_host": "::1", "control_port": 0}
+    processes.fork("gateway", "gateway", model=SMALL_MODEL, log_level="info", **addresses)
     control = processes.wait_for_line("gateway", r"(\[::1\]:\d+)$")
     url = processes.wait_for_line("gateway", r"(http://\[::1\]:\d+)")
     for role in ("prefill", "decode"):

@@ -1,6 +1,7 @@
 """The results of ``simulate``, its determinism, and the options that it refuses."""
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from scripts.simulator.client import Outcome, PlannedTokens
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.main import main, simulate
 from scripts.simulator.report import missed_limits, table
-from scripts.simulator.simulation import Simulation
+from scripts.simulator.simulation import Simulation, rare_collections
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -283,6 +284,13 @@ def test_names_in_a_table_have_no_control_characters(tmp_path: Path, capsys: pyt
     trace.write_text("\n".join(json.dumps({**row, "class": name}) for name in ("a\x1b[2J", "b\nc")))
     assert main([f"--trace={trace}", "--rate=9"]) == 0
     assert "\x1b" not in (out := capsys.readouterr().out) and "b\ufffdc" in out
+
+
+def test_objects_that_a_process_has_frozen_stay_frozen_after_a_run() -> None:
+    gc.freeze()
+    with rare_collections():
+        pass
+    assert gc.get_freeze_count() > 0
 
 
 def test_ctrl_c_ends_a_run_with_partial_results() -> None:

@@ -14,8 +14,8 @@ from scripts.benchmarks.main import BENCHMARKS, NAMES, empty_figures, main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-#: At least one of each folder, of those that take a few seconds.
-FAST = {"launches", "loadtest", "placement", "scheduler", "simulate"}
+#: One of each folder, of those that take a few seconds.
+FAST = {"launches", "loadtest", "simulate"}
 
 
 @pytest.mark.parametrize(

@@ -115,17 +115,20 @@ def test_an_unknown_command_lists_the_commands(monkeypatch, capsys, words, statu
 def test_a_command_that_is_stopped_during_setup_does_not_continue(tmp_path):
     slow = tmp_path / "bin" / "python"
     slow.parent.mkdir()
-    slow.write_text('#!/bin/bash\n: > "$(dirname "$0")/begun"\nsleep 3\nexit 1\n')
+    # It ends once it has been told, so that bash, which waits for it, gets the signal first.
+    slow.write_text('#!/bin/bash\ncd "$(dirname "$0")"\n: > begun\nuntil [ -e told ]; do sleep 0.02; done\nexit 1\n')
     slow.chmod(0o755)
     environ = {**os.environ, "VIRTUAL_ENV": str(tmp_path), "BATON_VENV": str(tmp_path / "venv")}
     words = ["bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo went on']
     for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        (slow.parent / "begun").unlink(missing_ok=True)
+        for name in ("begun", "told"):
+            (slow.parent / name).unlink(missing_ok=True)
         # Parallel tests ignore SIGINT, and so would the shell.
         restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True, preexec_fn=restore) as process:
             while not (slow.parent / "begun").exists():
                 time.sleep(0.01)
             process.send_signal(number)
+            (slow.parent / "told").touch()
             assert process.communicate(timeout=60) == ("", None)
             assert process.returncode == status

@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import zmq
+from support.service.service import Service
+from support.waiting import until
 
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromNode
@@ -88,33 +91,28 @@ def test_ctrl_c_at_any_moment_of_the_start_leaves_no_traceback_and_no_process(co
     assert process.returncode in (0, 130, -signal.SIGINT)
 
 
-def test_a_node_without_a_gateway_says_what_it_waits_for_again_and_again():
-    with start("decode", "--gateway", "127.0.0.1:9", "--max-total-tokens", "1024", "--log-format", "json") as process:
-        assert process.stderr is not None
-        messages = (json.loads(line)["message"] for line in process.stderr)
-        waiting = "still waiting for the gateway at 127.0.0.1:9; start one, or name another with --gateway HOST:PORT"
-        said = []
-        while said.count(waiting) < 2:
-            said.append(next(messages))
-        assert any("node ready" in line and "dialling the gateway at 127.0.0.1:9" in line for line in said)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+def check_waiting(service: Service, node: str, address: str, reason: str) -> str:
+    """Checks that a node says twice what it waits for, and that Ctrl-C stops it; returns its log."""
+    waiting = f"still waiting for the gateway at {address}{reason}"
+    service.start(node)
+    log = until(lambda: service.log().count(waiting) > 1 and service.log(), 180)
+    assert service.stop(node, signal.SIGINT) == 0
+    return log
 
 
-def test_a_node_whose_registration_is_not_answered_says_so_again_and_again():
+def test_a_node_without_a_gateway_says_what_it_waits_for_again_and_again(tmp_path):
+    with closing(Service(tmp_path / "logs")) as service:
+        address = f"127.0.0.1:{service.control_port}"
+        log = check_waiting(service, "decode-0", address, "; start one, or name another with --gateway HOST:PORT")
+    assert re.search(rf"node ready.*dialling the gateway at {address}", log)
+
+
+def test_a_node_whose_registration_is_not_answered_says_so_again_and_again(tmp_path):
     context = zmq.Context()
     gateway = Mailbox(context, new_incarnation(), FromNode, bind="tcp://127.0.0.1:*")
     address = f"127.0.0.1:{gateway.port}"
-    flags = ["--gateway", address, "--insecure", "--max-total-tokens", "1024", "--log-format", "json"]
-    with start("prefill", *flags) as process:
-        assert process.stderr is not None
-        messages = (json.loads(line)["message"] for line in process.stderr)
-        waiting = f"still waiting for the gateway at {address} to answer: it is connected, and has not registered us"
-        said = []
-        while said.count(waiting) < 2:
-            said.append(next(messages))
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+    with closing(Service(tmp_path / "logs", node_options={"gateway": address, "insecure": True})) as service:
+        check_waiting(service, "prefill-0", address, " to answer: it is connected, and has not registered us")
     gateway.close()
     context.term()
 

@@ -34,8 +34,7 @@ epochs = count(1)
 
 
 @pytest.fixture(scope="module")
-def ends() -> Iterator[tuple[End, End]]:
-    fork_server = ForkServer()
+def ends(fork_server: ForkServer) -> Iterator[tuple[End, End]]:
     words = ("gloo", KEY.decode())
     ends = (
         End(fork_server, "writer", *words, TEST_PATIENCE_S="3"),
@@ -44,7 +43,6 @@ def ends() -> Iterator[tuple[End, End]]:
     yield ends
     for end in ends:
         end.close()
-    fork_server.close()
 
 
 def exactly(connection: socket.socket, size: int) -> bytes:

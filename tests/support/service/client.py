@@ -61,6 +61,13 @@ class Exchange:
         await asyncio.wait_for(self.work, timeout_s)
         return self
 
+    async def goes_on(self, num_tokens: int = 50) -> None:
+        """Waits until this many more tokens have arrived, or the last one, and closes the connection."""
+        goal = len(self.arrivals) + num_tokens
+        await until(lambda: len(self.arrivals) >= goal or bool(self.ended_at), 180.0, "no tokens arrived")
+        assert (self.status, self.error, self.is_broken) == (200, None, False)
+        await self.leave()
+
     async def leave(self) -> None:
         """Closes the connection before the response has ended."""
         assert self.work is not None

@@ -1,14 +1,15 @@
 """Starts processes in milliseconds by forking a process that has already imported torch and NIXL.
 
-    fork_server.py DESCRIPTOR [MODULE ...]
+    fork_server.py DESCRIPTOR
 
 The interpreter, torch and NIXL take two seconds of CPU to start; a fork takes next to nothing. The fork server has one
-thread when it forks, and no agent, pool or socket except the one over which it receives commands. It imports the
-named modules too.
+thread when it forks, and no agent, pool or socket except the one over which it receives commands.
 """
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -20,32 +21,39 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+from common.node.loading.model_loading import SHAPE_CACHE
 
 TESTS = Path(__file__).resolve().parents[2]
 #: The first reply comes once torch and the modules are imported.
 REPLY_TIMEOUT_S = 180.0
+#: What gateways and nodes import.
+MODULES = (
+    "common.engine.executor",
+    "common.node.worker_main",
+    "decode_node.factory",
+    "gateway.server",
+    "gateway.workers.served_models",
+    "prefill_node.factory",
+)
 _PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
-    """Starts the fork server, and ends it with all processes that it forked.
+    """Starts the fork server, and ends it with all processes that it forked."""
 
-    Args:
-        variables: environment variables that torch reads when it is loaded.
-        modules: are imported before the first fork.
-    """
-
-    def __init__(self, variables: Mapping[str, str] | None = None, modules: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
         environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(TESTS / "support" / "service" / "fork_server.py"), str(theirs.fileno()), *modules],
+                [sys.executable, str(TESTS / "support" / "service" / "fork_server.py"), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **environment, "OPENBLAS_NUM_THREADS": "1", **(variables or {})},
+                env={**os.environ, **environment, "OPENBLAS_NUM_THREADS": "1", **SHAPE_CACHE},
             )
 
     def start(self, *argv: str, **environment: str) -> "TransportProcess":
@@ -56,13 +64,24 @@ class ForkServer:
         os.close(their_out)
         return TransportProcess(self, pid, os.fdopen(our_in, "w"), os.fdopen(our_out))
 
-    def run(self, module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> "ForkedProcess":
-        """Forks a process that does the same as ``python -m MODULE`` with these arguments and this environment."""
+    def run(
+        self,
+        module: str,
+        argv: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        imports: Sequence[str] = (),
+    ) -> "ForkedProcess":
+        """Forks a process that does the same as ``python -m MODULE`` with these arguments and this environment.
+
+        Args:
+            imports: modules that the fork server imports first.
+        """
         with open(os.devnull) as nothing, log.open("ab") as output:
             files = [nothing.fileno(), output.fileno(), output.fileno()]
-            return ForkedProcess(
-                self, self._request({"module": module, "argv": argv, "environment": dict(environment)}, files)
-            )
+            order = {"module": module, "argv": argv, "environment": dict(environment), "imports": imports}
+            return ForkedProcess(self, self._request(order, files))
 
     def status(self, pid: int) -> int:
         """Returns the exit status of an ended process, as ``subprocess`` does; only once for each process."""
@@ -79,6 +98,14 @@ class ForkServer:
     def close(self) -> None:
         self._socket.close()
         assert self._process.wait(60) == 0
+
+
+@cache
+def shared_fork_server() -> ForkServer:
+    """The fork server of all tests of this process; it ends with the test run."""
+    started = ForkServer()
+    atexit.register(started.close)
+    return started
 
 
 class ForkedProcess:
@@ -129,11 +156,9 @@ def main() -> None:
     os.environ["NIXL_LOG_LEVEL"] = "WARN"
     import support.kv.transport_process as transport_process
 
-    with contextlib.suppress(ImportError):  # a test that needs it reports the error
-        import nixl  # noqa: F401
+    with contextlib.suppress(Exception):  # a test that needs it reports the error
+        _load_nixl()
     orders = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
-        importlib.import_module(name)
     while True:
         data, descriptors, _, _ = socket.recv_fds(orders, 1 << 20, 3)
         if not data:
@@ -144,11 +169,10 @@ def main() -> None:
             orders.send(str(os.waitstatus_to_exitcode(status)).encode())
             continue
         if "module" in order:
-            import common.engine.executor
-            import common.node.worker_main  # noqa: F401
-            import gateway.server
-            import gateway.workers.served_models  # noqa: F401
+            for name in (*MODULES, *order["imports"]):
+                importlib.import_module(name)
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
+        gc.freeze()  # a process that collects its garbage when it is ready need not visit, and copy, what is shared
         pid = os.fork()
         if not pid:
             orders.close()
@@ -158,6 +182,14 @@ def main() -> None:
         for descriptor in descriptors:
             os.close(descriptor)
         orders.send(str(pid).encode())
+
+
+def _load_nixl() -> None:
+    """Loads NIXL and UCX, which takes half a second, and makes no thread, context or descriptor of theirs."""
+    import nixl
+
+    agent = nixl.nixl_agent("fork server", nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    agent.get_plugin_params("UCX")
 
 
 def _run_main(program: Any, order: dict[str, Any], descriptors: list[int]) -> None:

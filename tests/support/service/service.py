@@ -1,33 +1,28 @@
 """A gateway and nodes as real processes, for tests over HTTP.
 
-A gateway or node is forked from a process that has already imported its modules, which saves one or two seconds of CPU;
-with ``is_forked=False`` it starts as a user's does.
+A gateway or node is forked from a process that has already imported its modules, which saves one or two seconds of CPU.
 
 Processes may be started in any order, and each may be killed and replaced. Most tests end with ``Client.settled``:
 after a new heartbeat of every node, all pages are free or cached, none is quarantined, and no check has failed.
 """
 
-import atexit
 import contextlib
 import http.client
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from support.service.client import HEARTBEAT_S, Client
-from support.service.fork_server import ForkedProcess, ForkServer
-from support.service.processes import environment, flags, free_port, spawn
+from support.service.fork_server import ForkedProcess, shared_fork_server
+from support.service.processes import environment, flags, free_port
 
 from common.config import shared
-from common.node.loading.model_loading import SHAPE_CACHE
 
 SMALL_MODEL = Path(shared.SMALL_MODEL)
 START_TIMEOUT_S = 180.0
@@ -37,14 +32,6 @@ NODE_TIMEOUT_S = 30.0
 #: Lines of each log that a failed test shows.
 NUM_LAST_LINES = 100
 WORKER = "scripts.serving.worker"
-
-
-@cache
-def fork_server(*modules: str) -> ForkServer:
-    """The process that forks gateways and nodes; it has imported these modules, and ends with the test run."""
-    started = ForkServer(SHAPE_CACHE, modules)
-    atexit.register(started.close)
-    return started
 
 
 class Service:
@@ -57,13 +44,13 @@ class Service:
         prefill, decode: numbers of nodes; their names are prefill-0, decode-0 and so on.
         gateway_options, node_options: further flags; ``only`` adds flags for single nodes, by name.
         variables: environment variables for every process.
-        is_forked: fork processes from one that has imported torch, the gateway and ``modules``.
+        modules: the process from which gateway and nodes are forked imports them first.
     """
 
     def __init__(
         self, logs: Path, model: Path = SMALL_MODEL, *, gateways: int = 1, prefill: int = 1, decode: int = 1,
         gateway_options: dict[str, Any] | None = None, node_options: dict[str, Any] | None = None,
-        only: dict[str, dict[str, Any]] | None = None, variables: dict[str, str] | None = None, is_forked: bool = True,
+        only: dict[str, dict[str, Any]] | None = None, variables: dict[str, str] | None = None,
         modules: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         logs.mkdir(parents=True, exist_ok=True)
@@ -80,9 +67,8 @@ class Service:
         self._node_options = {**shared, **small, **(node_options or {})}
         self._only = only or {}
         self._variables = variables or {}
-        self._is_forked = is_forked
         self._modules = modules
-        self.processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
+        self.processes: dict[str, ForkedProcess] = {}
         self._num_starts = 0
         OPEN.append(self)
 
@@ -115,12 +101,8 @@ class Service:
             module, argv = WORKER, [name.split("-")[0], *self._argv(name)]
             if name in self.gateways:
                 module, argv = "gateway", argv[1:]
-            if self._is_forked:
-                self.processes[name] = fork_server(*self._modules).run(
-                    module, argv, log, environment() | self._variables
-                )
-            else:
-                self.processes[name] = spawn([sys.executable, "-m", module, *argv], log, self._variables)
+            variables = environment() | self._variables
+            self.processes[name] = shared_fork_server().run(module, argv, log, variables, imports=self._modules)
 
     def wait_until_ready(self, timeout_s: float | None = None) -> None:
         """Wait until every running node has registered at every running gateway, by its current process id."""
