@@ -266,6 +266,7 @@ def test_the_steps_of_tritons_kernels_can_be_replayed(config: ModelConfig, monke
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attention", ["triton", "flash-attn"])
+@pytest.mark.filterwarnings("ignore")  # of flash-attn-4 and its compiler
 def test_replayed_graphs_of_a_gpu_equal_eager_steps(config: ModelConfig, attention: str, dtype: str) -> None:
     """In bfloat16 only the log-probabilities are close, since rounding may choose another of two close tokens."""
     if attention == "flash-attn":

@@ -29,6 +29,8 @@ PLAIN = (AttentionParams(),)
 needs_interpreter = pytest.mark.skipif(
     not (has_interpreter() and find_spec("triton")), reason="needs Triton's interpreter"
 )
+#: The package and its compiler warn of each other, by their versions.
+of_the_package = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)
@@ -246,6 +248,7 @@ def package(pool: KVPool, num_heads: int, params: LayerParams) -> Any:
 
 
 @pytest.mark.cuda
+@of_the_package
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "params",
@@ -262,6 +265,7 @@ def test_the_package_equals_the_reference(dtype: str, params: dict[str, Any]) ->
 
 
 @pytest.mark.cuda
+@of_the_package
 def test_pages_far_behind_the_first_are_found() -> None:
     """Offsets of numbers do not fit into 32 bits."""
     pytest.importorskip("flash_attn.cute")
