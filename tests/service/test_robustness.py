@@ -64,7 +64,7 @@ BAD: list[tuple[str, Any, str, int]] = [
     (COMPLETIONS, b'{"model": "m", "prompt": "To be", "temperature": NaN}', "temperature", 400),
     (COMPLETIONS, b'{"model": "m", "prompt": "To be", "temperature": Infinity}', "temperature", 400),
     (COMPLETIONS, b'{"model": "m", "prompt": "To be", "temperature": 1e999}', "temperature", 400),
-    (COMPLETIONS, {**OK, "top_p": 0}, "top_p", 400),
+    (COMPLETIONS, {**OK, "top_p": -0.01}, "top_p", 400),
     (COMPLETIONS, {**OK, "top_p": 1.01}, "top_p", 400),
     (COMPLETIONS, {**OK, "top_k": -2}, "top_k", 400),
     (COMPLETIONS, {**OK, "min_p": 2}, "min_p", 400),

@@ -308,7 +308,7 @@ def test_overrides_change_the_configuration_and_unknown_ones_are_refused(tmp_pat
     longer = load_config(ModelSource(folder, overrides={"max_position_embeddings": 2048}))
     assert (plain.context_length, longer.context_length) == (1024, 2048)
     assert plain.digest != longer.digest
-    with pytest.raises(ConfigError, match="--hf-overrides: num_layerz is no key"):
+    with pytest.raises(ConfigError, match="--hf-overrides: num_layerz is not a key"):
         load_config(ModelSource(folder, overrides={"num_layerz": 2}))
 
 
