@@ -31,6 +31,7 @@ GCS_PORT, CLIENT_PORT = 6379, 10_001  # in the head's own network namespace
 #: Small raylets. A dead host is noticed within half a minute: a raylet on a busy machine may be silent for seconds.
 RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # also where this user has a token for other clusters
     "RAY_prestart_worker_first_driver": "0",
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_health_check_initial_delay_ms": "2000",
