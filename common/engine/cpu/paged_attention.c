@@ -115,8 +115,7 @@ INLINE void reweigh(Query *q, const Paged *kv, int count, const float *scales, l
     q->total += sum(total);
 }
 
-/* The scores of all queries with the keys of a tile, or else their sums with its values, for `next` of which memory is
- * asked meanwhile. */
+/* The scores of all queries with the keys of a tile, or else their sums with its values. `next` is fetched meanwhile. */
 INLINE void each_four(Query *q, int num, const Tile *tile, const Tile *next, long dim, int of_keys, int dtype) {
     int m = 0;
 #define PART(at_once)                                                                                            \
