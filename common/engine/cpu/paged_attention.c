@@ -115,7 +115,7 @@ INLINE void reweigh(Query *q, const Paged *kv, int count, const float *scales, l
     q->total += sum(total);
 }
 
-/* The scores of all queries with the keys of a tile, or else their sums with its values. `next` is fetched meanwhile. */
+/* The scores of all queries with a tile's keys, or else their sums with its values. `next` is fetched meanwhile. */
 INLINE void each_four(Query *q, int num, const Tile *tile, const Tile *next, long dim, int of_keys, int dtype) {
     int m = 0;
 #define PART(at_once)                                                                                            \
@@ -135,7 +135,8 @@ INLINE void score_all(Query *q, int num, const Tile *keys, const Tile *next, lon
         Query *other = q + (m + 1 < num ? m + 1 : m);
         for (int t = 0; t < keys->places->count; t += 8) {
             const vf scores = score_eight((const char *)q[m].query, (const char *)other->query, keys->elements,
-                                          keys->places->at + t, dim, m ? 0 : next->elements, next->places->at + t, dtype);
+                                          keys->places->at + t, dim, m ? 0 : next->elements,
+                                          next->places->at + t, dtype);
             memcpy(other->scores + t, (const char *)&scores + 32, 32);
             memcpy(q[m].scores + t, &scores, 32);
         }
@@ -216,11 +217,11 @@ INLINE Tile tile_of(const Paged *kv, const char *elements, long group, const Pla
 }
 
 /* One piece of a row at the groups of heads first_head .. end_head - 1. q, out: [tokens, heads, dim], strides in
- * elements. `pages`: the dtype of the pages, a constant; `inputs`: that of q and out, which is the same unless the pages
- * are rounded.
+ * elements. `pages`: the dtype of the pages, a constant; `inputs`: that of q and out, which is the same unless the
+ * pages are rounded.
  *
- * Memory delivers most when it is read in the order of its addresses, and the heads of a page are neighbours: so the keys
- * of all groups of a tile come first, then their values, and each asks for those that are read next. */
+ * Memory delivers most when it is read in the order of its addresses, and the heads of a page are neighbours. So the
+ * keys of all groups of a tile come first, then their values, and each asks for those that are read next. */
 INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long end_head, const char *q, long q_stride,
                    char *out, int inputs, int pages) {
     const int dtype = pages == I8 ? inputs : pages;
