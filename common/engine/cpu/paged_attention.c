@@ -134,9 +134,11 @@ INLINE void score_all(Query *q, int num, const Tile *keys, const Tile *next, lon
     for (int m = 0; m < num; m += 2) {
         Query *other = q + (m + 1 < num ? m + 1 : m);
         for (int t = 0; t < keys->places->count; t += 8) {
-            const vf scores = score_eight((const char *)q[m].query, (const char *)other->query, keys->elements,
-                                          keys->places->at + t, dim, m ? 0 : next->elements,
-                                          next->places->at + t, dtype);
+#define SCORES(dim) \
+    score_eight((const char *)q[m].query, (const char *)other->query, keys->elements, keys->places->at + t, dim, \
+                m ? 0 : next->elements, next->places->at + t, dtype)
+            const vf scores = dim == 128 ? SCORES(128) : dim == 64 ? SCORES(64) : SCORES(dim);
+#undef SCORES
             memcpy(other->scores + t, (const char *)&scores + 32, 32);
             memcpy(q[m].scores + t, &scores, 32);
         }
