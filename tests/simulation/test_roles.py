@@ -11,11 +11,10 @@ from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
 from common.stage_spans import MAX_CHUNKS, StageLog
-from common.wire.messages import Abort, Closed, Decisions, Flush, Flushed, GetDecisions, Reprioritize, Resume
+from common.wire.messages import RESUMED, Abort, Closed, Decisions, Flush, Flushed, GetDecisions, Reprioritize, Resume
 from decode_node.request_state import TABLE as DECODE_TABLE
 from decode_node.request_state import Event as DecodeEvent
 from decode_node.request_state import State as DecodeState
-from decode_node.role import RESUMED
 from prefill_node.request_state import TABLE as PREFILL_TABLE
 from prefill_node.request_state import Event as PrefillEvent
 from prefill_node.request_state import State as PrefillState
@@ -210,6 +209,8 @@ def test_a_recomputed_prompt_keeps_its_priority_and_its_age() -> None:
     again = at_prefill["lost", RESUMED]
     assert (again.priority, again.priority_class) == (7, "high")
     assert again.arrived_at == pytest.approx(arrived_at, abs=0.1)  # except for the time of the message
+    cluster.tell(cluster.prefill[0], Reprioritize("lost", 0, 9))
+    assert (again.priority, again.priority_class) == (9, "high")
     cluster.run()
     assert lost.output == expected_output(prompt_of(12), 6)
 
