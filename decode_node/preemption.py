@@ -13,7 +13,7 @@ from collections import Counter
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import release
-from common.request import Request
+from common.request import LOWEST_PRIORITY, Request
 from common.scheduling.ordering import RequestOrdering
 from decode_node.prealloc_queue import PreallocQueue
 from decode_node.request_state import Event
@@ -103,6 +103,7 @@ class Preemptor:
         release(self._cache, self._allocator, request)
         request.stages.interrupt("retracted", now)
         request.prompt_logprobs.clear()  # the prompt is computed again
+        request.inherited_priority = LOWEST_PRIORITY  # it computes no prefix now
         self._table.move(request, Event.RETRACT, with_slot=False)
         self.totals["retractions"] += 1
         self._queue.decisions.note(now, request.rid, "retract", reason, *args)
