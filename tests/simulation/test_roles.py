@@ -215,6 +215,15 @@ def test_a_recomputed_prompt_keeps_its_priority_and_its_age() -> None:
     assert lost.output == expected_output(prompt_of(12), 6)
 
 
+def test_a_prompt_that_its_prefill_node_computes_again_is_charged_once() -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=6, conservativeness=0, resume_tokens=0, policy="fair")
+    answers = [cluster.submit(rid, prompt_of(8, seed), sampling(12)) for seed, rid in enumerate("ab")]
+    cluster.run()
+    assert [len(answer.output) for answer in answers] == [12, 12]
+    assert cluster.counters(cluster.prefill[0])["resumes"] > 0
+    assert cluster.prefill[0].role._scheduler.policy.counters.value("") == 2 * 8
+
+
 def test_a_resume_beyond_the_context_is_refused() -> None:
     """A regression: it broke a step and stopped the node."""
     cluster = LocalCluster(limits={"context_length": 48})
