@@ -329,6 +329,16 @@ def test_a_flat_reserve_overrides_predictions() -> None:
         assert bool(node.grant()) == is_let_in
 
 
+def test_a_local_prompt_without_a_slot_takes_no_pages() -> None:
+    node = Node(num_pages=12, slots=1)
+    node.run_in("paused", 24, 0, new=20)
+    node.run_in("running", 8, 9, new=5)
+    node.submit("local", 24, 5, is_local=True)
+    assert node.step() == ["running"]
+    assert node.state("paused") is State.PAUSED
+    assert node.run() == ["running", "local", "paused"]
+
+
 @pytest.mark.parametrize(("reserved", "is_retracted"), [(0, False), (None, True)])
 def test_a_local_prompt_for_which_the_reserve_is_free_preempts_nothing(
     reserved: int | None, is_retracted: bool
