@@ -228,7 +228,7 @@ class PrefillRole:
         try:
             request.packed = check_tokens(message.prompt, self._vocab_size)
             check_adapter(message.adapter, self._adapters)
-            self._scheduler.submit(request)
+            self._scheduler.submit(request, is_resumed=True)
         except RequestError as error:
             self._sender.reject(request.key, peer, error.message, error.code)
             return

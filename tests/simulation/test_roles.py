@@ -224,6 +224,17 @@ def test_a_prompt_that_its_prefill_node_computes_again_is_charged_once() -> None
     assert cluster.prefill[0].role._scheduler.policy.counters.value("") == 2 * 8
 
 
+def test_a_prompt_that_is_computed_again_comes_before_its_equals_on_the_prefill_node() -> None:
+    cluster = LocalCluster(rules=PriorityRules(is_enabled=True))
+    [prefill] = cluster.prefill
+    for rid, priority in (("a", 0), ("urgent", 1), ("b", 0)):
+        cluster.submit(rid, prompt_of(12), sampling(4), priority=priority)
+    prefill.role.on_peer("d" * 32, Resume("lost", RESUMED, prompt_of(12), timeout_s=9.0), 0.0)
+    scheduler = prefill.role._scheduler
+    in_order = scheduler._ordering.sort(list(scheduler._waiting.values()), 0.0)
+    assert [request.rid for request in in_order] == ["urgent", "lost", "a", "b"]
+
+
 def test_a_resume_beyond_the_context_is_refused() -> None:
     """A regression: it broke a step and stopped the node."""
     cluster = LocalCluster(limits={"context_length": 48})
