@@ -316,7 +316,9 @@ class PreallocQueue:
         num_tokens = kv_window.num_pages(request.num_tokens) * page_size - self._num_outside(request)
         if not self.is_computed_here(request):
             num_tokens -= self._reservations.num_pending(request) * page_size
-        clip = max(self._limits.clip_tokens, self._limits.reserved_tokens or 0)
+        _, clip = self.expectation()
+        if request.sampling.ignore_eos:
+            clip = max(clip, self._limits.clip_tokens)  # a flat reserve does not count where the length is known
         return num_tokens + math.ceil(expected_room(request, 1.0, clip, kv_window)) + 1
 
     def _num_outside(self, request: Request) -> int:

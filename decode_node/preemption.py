@@ -13,7 +13,7 @@ from collections import Counter
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import release
-from common.request import Request
+from common.request import LOWEST_PRIORITY, Request
 from common.scheduling.ordering import RequestOrdering
 from decode_node.prealloc_queue import PreallocQueue
 from decode_node.request_state import Event
@@ -57,7 +57,7 @@ class Preemptor:
         if not held or not (in_order := self._queue.sort(now)):
             return
         first = in_order[0]
-        if self._waits_for_another(first) or self._queue.lacks_pages(first, held):
+        if self._waits_for_another(first, now) or self._queue.lacks_pages(first, held):
             return
         while held and self._queue.lacks_pages(first):
             self.retract(held.pop(0), now, "its client is slow to read, and {} needs its pages", first.rid)
@@ -75,7 +75,7 @@ class Preemptor:
         weaker = self._ordering.in_preemption_order(
             other for other in holders if self._ordering.may_preempt(first, other, now)
         )
-        if not weaker or self._waits_for_another(first):
+        if not weaker or self._waits_for_another(first, now):
             return False
         if not self._queue.lacks_pages(first) or self._queue.lacks_pages(first, weaker):
             return False
@@ -88,9 +88,11 @@ class Preemptor:
         self.totals["preemptions"] += num_retracted
         return True
 
-    def _waits_for_another(self, request: Request) -> bool:
+    def _waits_for_another(self, request: Request, now: float) -> bool:
         """Whether the request lacks something other than pages."""
         if self._queue.is_computed_here(request):
+            if not self.can_have_slot(request, now):
+                return True
             if not self._queue.long_prompts.may_begin(request, self._table.extending.values(), self._cache):
                 return True
             if not self._queue.may_share_prefix(request):
@@ -103,6 +105,7 @@ class Preemptor:
         release(self._cache, self._allocator, request)
         request.stages.interrupt("retracted", now)
         request.prompt_logprobs.clear()  # the prompt is computed again
+        request.inherited_priority = LOWEST_PRIORITY  # it computes no prefix now
         self._table.move(request, Event.RETRACT, with_slot=False)
         self.totals["retractions"] += 1
         self._queue.decisions.note(now, request.rid, "retract", reason, *args)

@@ -27,6 +27,7 @@ from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     MAX_TEXT,
+    RESUMED,
     Abort,
     Closed,
     Failed,
@@ -71,8 +72,6 @@ COUNTERS = (
 )
 
 ADDRESS_TAKEN = "the prefill node has ended: another process answers at its address"
-#: Added to the attempt of a transfer each time that a prompt is computed and sent again, so that keys stay unique.
-RESUMED = 1 << 32
 
 
 class DecodeRole:

@@ -31,6 +31,7 @@ from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     MAX_TEXT,
+    RESUMED,
     Abort,
     Connect,
     Failed,
@@ -115,8 +116,8 @@ class PrefillRole:
             if self._end(key, "aborted", "the gateway ended it") and message.reason == "continued":
                 self._totals["interrupted_requests"] += 1
         elif isinstance(message, Reprioritize):
-            key = (message.rid, message.attempt)
-            self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
+            for key in self._keys_of(message.rid, message.attempt):
+                self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
         elif isinstance(message, GetDecisions):
@@ -227,13 +228,17 @@ class PrefillRole:
         try:
             request.packed = check_tokens(message.prompt, self._vocab_size)
             check_adapter(message.adapter, self._adapters)
-            self._scheduler.submit(request)
+            self._scheduler.submit(request, is_resumed=True)
         except RequestError as error:
             self._sender.reject(request.key, peer, error.message, error.code)
             return
         self._totals["resumes"] += 1
         self._resumed[request.key] = None
         self._sender.open(request.key, peer)
+
+    def _keys_of(self, rid: str, attempt: int) -> list[RequestKey]:
+        """Under which the request may be here: its own, and those under which decode nodes have it computed again."""
+        return [(rid, attempt), *(key for key in self._resumed if (key[0], key[1] % RESUMED) == (rid, attempt))]
 
     def _on_computed(self, computed: Computed, now: float) -> None:
         """Let pages leave. After the last chunk, answer the gateway and hand the request over."""

@@ -139,9 +139,11 @@ class PrefillScheduler:
 
     # ---- requests come and go ---------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, *, is_resumed: bool = False) -> None:
         """Queue a request.
 
+        Args:
+            is_resumed: it was retracted on a decode node, and comes before all that wait, among equals.
         Raises:
             RequestError: the queue is full, or the prompt exceeds the context or the pool.
         """
@@ -162,7 +164,10 @@ class PrefillScheduler:
             self.grammars.waiting[request.key] = request
             self._states[request.key] = State.COMPILING
         else:
-            self._waiting[request.key] = request
+            if is_resumed:
+                self._waiting.put_first(request)
+            else:
+                self._waiting[request.key] = request
             self._states[request.key] = State.WAITING
         self._deadlines.add(request)
 

@@ -62,7 +62,7 @@ class Routing:
         False, "Refuse requests that are expected to miss their slo_ttft_ms, like those that would miss deadline_ms."
     )
     request_timeout: float = option(
-        600.0, "Seconds after which a request without its own deadline ends with an error.", minimum=0.001
+        600.0, "Seconds after which a request without its own deadline ends with an error.", minimum=0.001, maximum=1e9
     )
 
 

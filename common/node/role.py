@@ -137,7 +137,9 @@ def request_to_prefill(message: Generate | Resume, now: float) -> Request:
     the output's last token: the decode node computes it.
     """
     if isinstance(message, Resume):
-        return _request(message, message.prompt, DISCARDED_SAMPLING, now)
+        request = _request(message, message.prompt, DISCARDED_SAMPLING, now)
+        request.is_charged = True  # when its prompt came for the first time
+        return request
     if message.output:
         return _request(message, message.prompt + message.output[:-1], DISCARDED_SAMPLING, now)
     request = _request(message, message.prompt, message.sampling, now)

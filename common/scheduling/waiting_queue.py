@@ -39,15 +39,18 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         A waiting request keeps its place among its new equals.
         """
         is_waiting = self._requests.get(request.key) is request
-        if is_waiting:
+        is_new_class = is_waiting and priority_class not in (None, request.priority_class)
+        if is_new_class:
             self._order.left(request)
+        if is_waiting:
             self._count(request, -1)
         request.priority = priority
         if priority_class is not None:
             request.priority_class = priority_class
         if is_waiting:
-            self._order.arrived(request)
             self._count(request, 1)
+        if is_new_class:
+            self._order.arrived(request)
 
     def _count(self, request: Request, change: int) -> None:
         self._num_by_priority[request.priority] += change

@@ -21,7 +21,7 @@ from common.wire.packed_logprobs import PackedLogprobs
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -46,6 +46,7 @@ MAX_SECONDS = 1e10
 MAX_AMOUNT = 1 << 53
 #: An instant or a duration. It is finite, since a sum or an estimate never forgets another one.
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
+PositiveSeconds = Annotated[float, Meta(gt=0.0, le=MAX_SECONDS)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
 
 #: Numbers of a heartbeat by name. The limits are far above what a node has.
@@ -161,7 +162,7 @@ class Registered(Message, frozen=True, tag="registered"):
     """gateway -> node: the node is registered and may receive requests."""
 
     starts: Annotated[int, Meta(ge=1)]  # number of starts of a node of this name that the gateway has seen
-    heartbeat_s: Annotated[float, Meta(gt=0)]
+    heartbeat_s: PositiveSeconds
     sent_at: Seconds = 0.0  # by the gateway's clock; 0: unknown
 
 
@@ -270,7 +271,7 @@ class GetDecisions(Message, frozen=True, tag="get_decisions"):
 class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One decision about a request, or about the node if ``rid`` is empty."""
 
-    ago_s: float
+    ago_s: Seconds
     rid: Annotated[str, Meta(max_length=256)]
     action: Id
     reason: Text
@@ -355,7 +356,7 @@ class PrefillNodes(Message, frozen=True, tag="prefill_nodes"):
 class Drain(Message, frozen=True, tag="drain"):
     """gateway -> node: drain as after SIGTERM, and stop. The node answers ``Done``, and then sends ``Deregister``."""
 
-    timeout_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)]  # requests that are left then end, and continue elsewhere
+    timeout_s: Seconds  # requests that are left then end, and continue elsewhere
     number: Count = 0
 
 
@@ -363,7 +364,7 @@ class ChangeRole(Message, frozen=True, tag="change_role"):
     """gateway -> node: drain, keep model and cache, and register again in this role. The node answers ``Done``."""
 
     role: Role
-    timeout_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+    timeout_s: Seconds
     number: Count = 0
 
 
@@ -413,16 +414,16 @@ class Generate(RequestMessage, frozen=True, tag="generate"):
     sampling: SamplingParams
     prefill: Peer | None  # None: the decode node computes the prompt
     decode: Peer | None  # None: the prefill node makes the only token
-    timeout_s: Annotated[float, Meta(gt=0)]  # seconds until the request's deadline
+    timeout_s: PositiveSeconds  # seconds until the request's deadline
     cache_salt: Text = ""  # stands for the adapter too: requests share cached pages only if it is equal
     adapter: ShortText = ""  # ``Adapter.id``; empty: the model itself
     priority: int = 0  # higher is more urgent
     priority_class: ShortText = ""
     tenant: ShortText = ""
     expected_output: Count = 0  # predicted number of output tokens; 0: unknown
-    waited_s: Annotated[float, Meta(ge=0)] = 0.0  # seconds since the request reached the gateway
-    slo_ttft_s: Annotated[float, Meta(ge=0)] = 0.0  # objective for the first token, from then on; 0: none
-    slo_itl_s: Annotated[float, Meta(ge=0)] = 0.0  # objective between two tokens; 0: none
+    waited_s: Seconds = 0.0  # seconds since the request reached the gateway
+    slo_ttft_s: Seconds = 0.0  # objective for the first token, from then on; 0: none
+    slo_itl_s: Seconds = 0.0  # objective between two tokens; 0: none
     others: Annotated[tuple[Sample, ...], Meta(max_length=1_024)] = ()  # none with ``output``
     key: ShortText = ""  # digest of the client's key, with which another gateway may ask for it; empty without one
     output: tuple[Count, ...] = ()  # of earlier attempts; this one continues after it, and sends no token of it again
@@ -631,20 +632,25 @@ class TransferAck(RequestMessage, frozen=True, tag="transfer_ack"):
     """decode -> prefill: all pages have arrived; the prefill node may release them."""
 
 
+#: Added to the attempt of a transfer each time that a prompt is computed and sent again, so that keys stay unique.
+RESUMED = 1 << 32
+
+
 class Resume(RequestMessage, frozen=True, tag="resume"):
     """decode -> prefill: compute the tokens of a retracted request again, like a prompt.
 
-    The transfer of its pages has a higher attempt number of its own. The gateway does not see it.
+    The transfer of its pages has an attempt number of its own: that of the request plus a multiple of ``RESUMED``. The
+    gateway does not see it.
     """
 
     prompt: tuple[Count, ...]
-    timeout_s: Annotated[float, Meta(gt=0)]
+    timeout_s: PositiveSeconds
     cache_salt: Text = ""
     adapter: ShortText = ""
     priority: int = 0
     priority_class: ShortText = ""
     tenant: ShortText = ""
-    waited_s: Annotated[float, Meta(ge=0)] = 0.0
+    waited_s: Seconds = 0.0
 
 
 class AbortTransfer(RequestMessage, frozen=True, tag="abort_transfer"):

@@ -28,6 +28,7 @@ AGREE = {
     "generation": "generation defaults",
 }
 MAX_STARTS_REMEMBERED = 64
+MAX_NAMES_REMEMBERED = 65_536
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +180,7 @@ class Registry:
         self._tokenizer_digest = tokenizer_digest
         self._heartbeat_s = heartbeat_s
         self._lost_after_s = lost_after_s
-        self._starts: dict[str, dict[str, int]] = {}  # by name: incarnation -> number of that start
+        self._starts: dict[str, dict[str, int]] = {}  # by name, oldest first: incarnation -> number of that start
         self.workers: dict[str, Worker] = {}
         self.prefills: tuple[Worker, ...] = ()
         self.decodes: tuple[Worker, ...] = ()
@@ -202,7 +203,9 @@ class Registry:
         if refusal:
             self.remove(incarnation)
             return Refused(refusal)
-        starts = self._starts.setdefault(register.name, {})
+        starts = self._starts[register.name] = self._starts.pop(register.name, {})
+        if len(self._starts) > MAX_NAMES_REMEMBERED:
+            del self._starts[next(iter(self._starts))]
         if incarnation not in starts:
             starts[incarnation] = starts.get(register.previous) or max(starts.values(), default=0) + 1
             if len(starts) > MAX_STARTS_REMEMBERED:
@@ -321,9 +324,11 @@ class Registry:
 
     # ---- pairs and nodes that get no requests for a while -----------------------------------------------------------
 
-    def transfer_failed(self, pair: PairKey, now: float) -> None:
+    def transfer_failed(self, pair: PairKey, now: float, *, is_probe: bool) -> None:
         """A transfer between two nodes failed; after several in a row they get no requests together for a while."""
-        if pair.prefill in self.workers and pair.decode in self.workers and self.health.failed(pair, now):
+        if not (pair.prefill in self.workers and pair.decode in self.workers):
+            return
+        if self.health.failed(pair, now, is_probe=is_probe):
             self._changed()
 
     def transfer_succeeded(self, pair: PairKey, *, is_probe: bool) -> None:

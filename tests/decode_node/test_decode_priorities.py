@@ -8,6 +8,7 @@ from support.scheduling.single_nodes import DecodeNode as Node
 
 from common.cache.page_allocator import Owner
 from common.config.scheduling import PriorityRules
+from common.request import LOWEST_PRIORITY
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.prefill_adder import LongPromptLimits
 from decode_node.request_state import State
@@ -237,6 +238,22 @@ def test_a_local_prompt_inherits_the_priority_of_a_request_that_waits_for_its_pr
         assert low.num_computed == num_computed
 
 
+def test_a_request_that_loses_its_pages_keeps_no_inherited_priority() -> None:
+    node = Node(slots=1)
+    low = node.submit("low", 40, 0, new=1, first=5000, is_local=True)
+    node.step()
+    node.submit("urgent", 44, 3, new=1, first=5000, is_local=True)
+    node.step()
+    assert low.inherited_priority == 3
+    node.submit("more urgent", 8, 9, new=9, is_local=True)
+    node.step()
+    assert node.state("low") is State.RETRACTED
+    assert low.inherited_priority == LOWEST_PRIORITY
+    node.scheduler.abort(("urgent", 0))
+    node.submit("middle", 8, 1, new=1, is_local=True)
+    assert node.run() == ["more urgent", "middle", "low"]
+
+
 def test_a_step_computes_at_most_max_requests_prompts() -> None:
     for most, num_begun in ((None, 2), (1, 1)):
         node = Node(rules=PriorityRules(), max_requests=most)
@@ -310,6 +327,29 @@ def test_a_flat_reserve_overrides_predictions() -> None:
         node.grant()
         node.submit("b", 24, new=4)
         assert bool(node.grant()) == is_let_in
+
+
+def test_a_local_prompt_without_a_slot_takes_no_pages() -> None:
+    node = Node(num_pages=12, slots=1)
+    node.run_in("paused", 24, 0, new=20)
+    node.run_in("running", 8, 9, new=5)
+    node.submit("local", 24, 5, is_local=True)
+    assert node.step() == ["running"]
+    assert node.state("paused") is State.PAUSED
+    assert node.run() == ["running", "local", "paused"]
+
+
+@pytest.mark.parametrize(("reserved", "is_retracted"), [(0, False), (None, True)])
+def test_a_local_prompt_for_which_the_reserve_is_free_preempts_nothing(
+    reserved: int | None, is_retracted: bool
+) -> None:
+    """The prompt takes 24 of 80 tokens, 8 are held, and 50 may follow."""
+    node = Node(num_pages=20, reserved_tokens=reserved)
+    node.run_in("low", 8, 0, new=8)
+    node.submit("urgent", 24, 5, new=50, is_local=True)
+    node.step()
+    assert node.state("urgent") is State.EXTENDING
+    assert (node.state("low") is State.RETRACTED) == is_retracted
 
 
 def test_a_request_that_joins_without_a_free_page_is_admitted_by_the_first_plan_that_computes_it() -> None:

@@ -11,11 +11,10 @@ from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
 from common.stage_spans import MAX_CHUNKS, StageLog
-from common.wire.messages import Abort, Closed, Decisions, Flush, Flushed, GetDecisions, Reprioritize, Resume
+from common.wire.messages import RESUMED, Abort, Closed, Decisions, Flush, Flushed, GetDecisions, Reprioritize, Resume
 from decode_node.request_state import TABLE as DECODE_TABLE
 from decode_node.request_state import Event as DecodeEvent
 from decode_node.request_state import State as DecodeState
-from decode_node.role import RESUMED
 from prefill_node.request_state import TABLE as PREFILL_TABLE
 from prefill_node.request_state import Event as PrefillEvent
 from prefill_node.request_state import State as PrefillState
@@ -210,8 +209,30 @@ def test_a_recomputed_prompt_keeps_its_priority_and_its_age() -> None:
     again = at_prefill["lost", RESUMED]
     assert (again.priority, again.priority_class) == (7, "high")
     assert again.arrived_at == pytest.approx(arrived_at, abs=0.1)  # except for the time of the message
+    cluster.tell(cluster.prefill[0], Reprioritize("lost", 0, 9))
+    assert (again.priority, again.priority_class) == (9, "high")
     cluster.run()
     assert lost.output == expected_output(prompt_of(12), 6)
+
+
+def test_a_prompt_that_its_prefill_node_computes_again_is_charged_once() -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=6, conservativeness=0, resume_tokens=0, policy="fair")
+    answers = [cluster.submit(rid, prompt_of(8, seed), sampling(12)) for seed, rid in enumerate("ab")]
+    cluster.run()
+    assert [len(answer.output) for answer in answers] == [12, 12]
+    assert cluster.counters(cluster.prefill[0])["resumes"] > 0
+    assert cluster.prefill[0].role._scheduler.policy.counters.value("") == 2 * 8
+
+
+def test_a_prompt_that_is_computed_again_comes_before_its_equals_on_the_prefill_node() -> None:
+    cluster = LocalCluster(rules=PriorityRules(is_enabled=True))
+    [prefill] = cluster.prefill
+    for rid, priority in (("a", 0), ("urgent", 1), ("b", 0)):
+        cluster.submit(rid, prompt_of(12), sampling(4), priority=priority)
+    prefill.role.on_peer("d" * 32, Resume("lost", RESUMED, prompt_of(12), timeout_s=9.0), 0.0)
+    scheduler = prefill.role._scheduler
+    in_order = scheduler._ordering.sort(list(scheduler._waiting.values()), 0.0)
+    assert [request.rid for request in in_order] == ["urgent", "lost", "a", "b"]
 
 
 def test_a_resume_beyond_the_context_is_refused() -> None:

@@ -34,7 +34,7 @@ class Policy(Protocol):
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
         """The waiting requests in the order in which they are served, at ``now`` seconds of the node's clock.
 
-        They are given in order of arrival; retracted and paused requests come first.
+        They are given in order of arrival. With ``overtakes``, begun and retracted requests are among them, and first.
         """
 
     def arrived(self, request: Request) -> None:

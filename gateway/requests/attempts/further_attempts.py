@@ -108,7 +108,7 @@ def end_by_failure(flight: InFlightRequest, sender: str, message: Failed, now: f
     if message.code in (ErrorCode.NODE_LOST, ErrorCode.TRANSFER_FAILED) and pair.prefill and pair.decode:
         is_decode_lost = message.code is ErrorCode.NODE_LOST and sender == pair.prefill
         cause = pair.decode if is_decode_lost else pair.prefill
-        registry.transfer_failed(PairKey(pair.prefill, pair.decode), now)
+        registry.transfer_failed(PairKey(pair.prefill, pair.decode), now, is_probe=flight.is_probe)
         flight.is_probe = False
     elif message.code in GONE:
         registry.begin_drain(sender)  # its own message may come after this one

@@ -51,13 +51,14 @@ class PairHealth:
         """The pairs that get no requests now."""
         return [pair for pair, breaker in self.breakers.items() if breaker.state in ("open", "probing")]
 
-    def failed(self, pair: PairKey, now: float) -> bool:
-        """Counts a failed transfer. Returns whether the pair gets no requests from now on."""
+    def failed(self, pair: PairKey, now: float, *, is_probe: bool) -> bool:
+        """Counts a failed transfer. Returns whether the pair gets no requests from now on.
+
+        While the breaker is not closed only the probe counts: the others, often very many, were sent before it opened.
+        """
         breaker = self.breakers.setdefault(pair, Breaker())
         breaker.num_failures += 1
-        if breaker.state == "open":
-            return False  # of a request that was sent before it opened; often of very many
-        if breaker.state == "closed" and breaker.num_failures < NUM_FAILURES:
+        if not is_probe and (breaker.state != "closed" or breaker.num_failures < NUM_FAILURES):
             return False
         breaker.state, breaker.until = "open", now + breaker.backoff_s
         breaker.backoff_s = min(2 * breaker.backoff_s, MAX_BACKOFF_S)

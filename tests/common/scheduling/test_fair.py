@@ -171,6 +171,17 @@ def test_a_class_is_charged_under_every_policy() -> None:
     assert rids(queue) == ["high", "low"]
 
 
+def test_a_new_priority_costs_a_waiting_tenant_or_class_none_of_its_turns() -> None:
+    """A regression: it counted as a return to the queue, before which a tenant earns no credit."""
+    for order in (RequestOrdering(Fair({})), RequestOrdering(FirstComeFirstServed(), CLASSES)):
+        waiting = request("waiting", tenant="a", klass="high")
+        queue = queue_of(order, waiting, request("other", tenant="b", klass="low"))
+        order.served(request("served", tenant="b", klass="low"), num_input=30)
+        queue.reprioritize(waiting, 0, "high")
+        order.served(request("served", tenant="a", klass="high"), num_input=10)
+        assert rids(queue) == ["waiting", "other"]
+
+
 def test_a_step_is_charged_like_each_of_its_tokens() -> None:
     """Three requests of tenant a and one of tenant b; two of the four are of the high class."""
     rows = [request(f"r{i}", tenant=tenant, klass=klass) for i, (tenant, klass) in enumerate(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.kv.frame_damage import Change, changes, mangled
 from support.wire.message_strategies import TREES, messages_of
 
+from common.sampling_params import SamplingParams
 from common.stage_spans import StageSpan
 from common.wire.mailbox import Envelope, Mailbox
 from common.wire.messages import (
@@ -20,9 +21,11 @@ from common.wire.messages import (
     FromGateway,
     FromNode,
     FromPrefill,
+    Generate,
     Header,
     Heartbeat,
     Message,
+    Resume,
     Spans,
 )
 from common.wire.process_id import new_incarnation
@@ -108,6 +111,19 @@ def test_instants_and_durations_that_no_clock_has_are_malformed(boxes: dict[str,
     ]
     for message in wrong:
         assert decoded(boxes["node"], [RIGHT_HEADER, msgspec.msgpack.encode(message)]) == []
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -1.0, 1e300])
+def test_durations_of_a_request_that_no_clock_has_are_malformed(boxes: dict[str, Mailbox], number: float) -> None:
+    generate = Generate("r", 0, (1,), SamplingParams(max_new_tokens=1), prefill=None, decode=None, timeout_s=1.0)
+    resume = Resume("r", 0, (1,), timeout_s=1.0)
+    told = {"gateway": (generate, ("timeout_s", "waited_s", "slo_ttft_s", "slo_itl_s")),
+            "decode": (resume, ("timeout_s", "waited_s"))}  # fmt: skip
+    for name, (message, fields) in told.items():
+        assert decoded(boxes[name], [RIGHT_HEADER, msgspec.msgpack.encode(message)]) != []
+        for field in fields:
+            wrong = msgspec.structs.replace(message, **{field: number})
+            assert decoded(boxes[name], [RIGHT_HEADER, msgspec.msgpack.encode(wrong)]) == []
 
 
 @pytest.mark.parametrize("amount", [-1, 1 << 63])

@@ -12,6 +12,7 @@ from common.wire.messages import (
     Refused,
     Registered,
 )
+from gateway.workers import registry as registry_module
 from gateway.workers.registry import Registry
 from gateway.workers.routing.router import Router
 
@@ -188,6 +189,15 @@ def test_an_earlier_start_of_a_name_is_refused():
     nodes.register(C, make_register("decode", "d"), 1.0)
     nodes.remove(C)
     assert "later start" in nodes.register(B, make_register("decode", "d"), 2.0).reason
+
+
+def test_the_names_that_have_not_been_here_for_longest_are_forgotten(monkeypatch):
+    monkeypatch.setattr(registry_module, "MAX_NAMES_REMEMBERED", 2)
+    nodes = registry()
+    for incarnation, name, num_starts in ((A, "a", 1), (B, "b", 1), (C, "a", 2), (D, "d", 1), (B, "b", 1)):
+        assert nodes.register(incarnation, make_register("decode", name), 0.0).starts == num_starts
+        nodes.remove(incarnation)
+    assert list(nodes._starts) == ["d", "b"]
 
 
 def test_an_empty_registry_accepts_another_deployment():

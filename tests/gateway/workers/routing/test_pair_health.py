@@ -11,15 +11,15 @@ PAIR = PairKey("p", "d")
 
 def opened(now=0.0):
     health = PairHealth()
-    assert [health.failed(PAIR, now) for _ in range(3)] == [False, False, True]
+    assert [health.failed(PAIR, now, is_probe=False) for _ in range(3)] == [False, False, True]
     return health
 
 
 def test_three_failures_in_a_row_open_the_breaker():
     health = PairHealth()
     for _ in range(2):
-        health.failed(PAIR, 0.0)
-        health.failed(PAIR, 0.0)
+        health.failed(PAIR, 0.0, is_probe=False)
+        health.failed(PAIR, 0.0, is_probe=False)
         assert health.resting() == []
         health.succeeded(PAIR, is_probe=False)
     assert opened().resting() == [PAIR]
@@ -43,16 +43,21 @@ def test_pauses_double_up_to_thirty_seconds():
         now = health.breakers[PAIR].until
         assert health.tick(now)
         health.sent(PAIR)
-        assert health.failed(PAIR, now)
+        assert health.failed(PAIR, now, is_probe=True)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
 
 
 def test_requests_from_before_the_breaker_opened_neither_close_nor_prolong_it():
     health = opened()
     assert not health.succeeded(PAIR, is_probe=False)
-    assert not health.failed(PAIR, 0.5), "the registry has nothing to bring up to date"
+    assert not health.failed(PAIR, 0.5, is_probe=False), "the registry has nothing to bring up to date"
     assert health.resting() == [PAIR]
     assert health.breakers[PAIR].until == 1.0
+    health.tick(1.0)
+    assert not health.failed(PAIR, 1.1, is_probe=False)
+    assert health.sent(PAIR), "the next request probes the pair"
+    assert not health.failed(PAIR, 1.2, is_probe=False)
+    assert health.succeeded(PAIR, is_probe=True)
 
 
 def test_a_probe_without_an_answer_is_repeated_by_the_next_request():
@@ -77,7 +82,7 @@ def test_a_resting_pair_gets_no_requests_but_keeps_the_limits():
     nodes.register("d" * 32, make_register("decode", "d"), 0.0)
     pair = PairKey("p" * 32, "d" * 32)
     for _ in range(3):
-        nodes.transfer_failed(pair, 0.0)
+        nodes.transfer_failed(pair, 0.0, is_probe=False)
     assert (nodes.prefills, nodes.decodes) == ((), ())
     assert nodes.is_ready, "requests wait for it"
     assert nodes.tick(1.0)
