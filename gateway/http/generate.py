@@ -18,13 +18,12 @@ from starlette.types import Receive, Scope, Send
 from common.errors import ErrorCode, RequestError
 from common.wire.messages import KeptOutput, Tokens
 from gateway.http.access.request_checks import RequestChecks
-from gateway.http.errors import Envelope, anthropic_envelope, error_headers, openai_envelope
+from gateway.http.errors import api_headers, error_response
 from gateway.http.formatters.anthropic import AnthropicFormatter
 from gateway.http.formatters.common import ResponseFormatter, as_error, ignored_header
 from gateway.http.formatters.native import NativeFormatter
 from gateway.http.formatters.openai import ChatFormatter, CompletionFormatter
 from gateway.http.http_connection import IDEMPOTENCY_KEY, REQUEST_ID, TRACEPARENT
-from gateway.http.json_response import JsonResponse
 from gateway.http.messages import MessagesApi
 from gateway.http.openapi.generated import (
     ChatCompletion,
@@ -66,8 +65,6 @@ class Endpoint:
         formatter: makes the formatter of a request from the model, the body and the id of the answer.
         id_prefix: begins the id of each answer.
         operation: its name in traces.
-        envelope: the form of errors.
-        repeats_request_id: answers carry ``x-request-id`` as ``request-id`` too, as Anthropic's clients know it.
         answer, event, summary: for the API's description: the types of the answer and of the events of a stream.
         has_typed_events: an error and the end of a stream are events of this type too. Otherwise an error is an event
             of its own, and the last event is ``[DONE]``.
@@ -80,8 +77,6 @@ class Endpoint:
     formatter: Callable[[ServedModel, Any, str], ResponseFormatter]
     id_prefix: str
     operation: str = "chat"
-    envelope: Envelope = openai_envelope
-    repeats_request_id: bool = False
     answer: Any
     event: Any
     has_typed_events: bool = False
@@ -121,8 +116,6 @@ def make_endpoints(services: Services) -> list[Endpoint]:
             process=messages.process,
             formatter=AnthropicFormatter,
             id_prefix="msg_",
-            envelope=anthropic_envelope,
-            repeats_request_id=True,
             answer=Message,
             event=MessageEvent,
             has_typed_events=True,
@@ -194,17 +187,9 @@ class GenerateApp:
             tenant, body = await self._checks.admit(scope, receive)
             await self._generate(body, tenant, scope, send)
         except Exception as error:  # before the answer has begun: a stream sends its later errors itself
-            await self._refusal(as_error(error), scope)(scope, receive, send)
+            await error_response(as_error(error), self.path, scope["state"][REQUEST_ID])(scope, receive, send)
             if not isinstance(error, RequestError):
                 raise  # to the log
-
-    def _refusal(self, error: RequestError, scope: Scope) -> JsonResponse:
-        envelope = self.endpoint.envelope(error, scope["state"][REQUEST_ID])
-        return JsonResponse(envelope, error.status, {**error_headers(error), **self._own_headers(scope)})
-
-    def _own_headers(self, scope: Scope) -> dict[str, str]:
-        """The headers that all answers of this API have."""
-        return {"request-id": scope["state"][REQUEST_ID]} if self.endpoint.repeats_request_id else {}
 
     async def _generate(self, data: bytes, tenant: str, scope: Scope, send: Send) -> None:
         """Answers one request: decodes its body, sends its outputs to the nodes, and formats what they return.
@@ -242,7 +227,7 @@ class GenerateApp:
         try:
             formatter = endpoint.formatter(model, body, answer.answer_id)
             is_priority_ignored = body.priority is not None and not services.priorities.is_enabled
-            headers = self._own_headers(scope)
+            headers = api_headers(self.path, scope["state"][REQUEST_ID])
             headers |= ignored_header(("priority", *ignored) if is_priority_ignored else ignored)
             if streams[0].trace is not None:
                 headers["traceparent"] = streams[0].trace.traceparent

@@ -24,8 +24,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from common.errors import RequestError
-from gateway.http.errors import HttpError, openai_envelope
-from gateway.http.formatters.common import encode_json
+from gateway.http.errors import HttpError
+from gateway.http.formatters.common import encode_json, error_body
 from gateway.http.request_cycle import STALL_S, ConnectionOptions, RequestCycle, http_date
 from gateway.siblings.connection import BUFFER_BYTES, is_same_user
 
@@ -183,7 +183,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_discarding = True
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
-            body = encode_json(openai_envelope(error, ""))
+            body = encode_json(error_body(error))
             head = _head(error.status, self.request_id, len(body))
             self.transport.write(head + body)
             if self.transport.can_write_eof():
