@@ -8,7 +8,7 @@ from starlette.responses import Response
 from common.errors import ErrorCode, RequestError
 from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
-from gateway.http.openapi.answers import AdapterChanged
+from gateway.http.openapi.answers import AdapterChanged, AdapterNode
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, refuse
 from gateway.http.protocol.native import LoadLoraRequest, UnloadLoraRequest
@@ -81,5 +81,5 @@ def _answer(name: str, errors: NodeErrors) -> Response:
     if all(error for _, error in errors):
         message = "; ".join(dict.fromkeys(f"{node.name}: {error}" for node, error in errors))
         raise RequestError(ErrorCode.INVALID_REQUEST, message)
-    nodes = [{"name": node.name, "role": node.register.role, "error": error} for node, error in errors]
-    return JsonResponse({"lora_name": name, "nodes": nodes})
+    nodes = [AdapterNode(name=node.name, role=node.register.role, error=error) for node, error in errors]
+    return JsonResponse(AdapterChanged(lora_name=name, nodes=nodes))

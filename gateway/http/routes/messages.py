@@ -31,6 +31,6 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         model = services.inputs.model(body.model)
         count = await messages.count_tokens(body, model)
         headers = api_headers(request.scope["path"], request.scope["state"][REQUEST_ID])
-        return JsonResponse({"input_tokens": count}, headers=headers | ignored_header(ignored))
+        return JsonResponse(TokenCount(input_tokens=count), headers=headers | ignored_header(ignored))
 
     return router

@@ -2,7 +2,6 @@
 
 import time
 from datetime import UTC, datetime
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -20,28 +19,27 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     created = int(time.time())
     created_at = datetime.fromtimestamp(created, UTC).isoformat()
 
-    def entry(model: ServedModel) -> dict[str, Any]:
-        return {
-            "id": model.asked_name,
-            "object": "model",
-            "created": created,
-            "owned_by": "baton",
-            "max_model_len": context_length(model),
-            "root": model.name,
-            "parent": model.name if model.adapter else None,
-            # As Anthropic's clients know models.
-            "type": "model",
-            "display_name": model.asked_name,
-            "created_at": created_at,
-            "lifecycle": "active",
-        }
+    def entry(model: ServedModel) -> Model:
+        return Model(
+            id=model.asked_name,
+            object="model",
+            created=created,
+            owned_by="baton",
+            max_model_len=context_length(model),
+            root=model.name,
+            parent=model.name if model.adapter else None,
+            type="model",
+            display_name=model.asked_name,
+            created_at=created_at,
+            lifecycle="active",
+        )
 
     @router.get("/v1/models", **described(ModelList, summary="List the served models"))
     async def list_models() -> Response:
         adapters = (name for model in services.models for name in model.pool.registry.adapters)
         data = [entry(model) for model in (*services.models, *map(services.inputs.model, adapters))]
-        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}  # Anthropic's
-        return JsonResponse({"object": "list", "data": data, **ends})
+        answer = ModelList(object="list", data=data, first_id=data[0].id, last_id=data[-1].id, has_more=False)
+        return JsonResponse(answer)
 
     @router.get("/v1/models/{name:path}", **described(Model, summary="Describe a model"))
     async def get_model(name: str) -> Response:
@@ -50,6 +48,6 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     @router.get("/get_model_info", **described(ModelInfo, summary="Name the default model (SGLang)"))
     async def get_model_info() -> Response:
         name = services.inputs.model(None).name
-        return JsonResponse({"model_path": name, "tokenizer_path": name, "is_generation": True})
+        return JsonResponse(ModelInfo(model_path=name, tokenizer_path=name, is_generation=True))
 
     return router

@@ -32,14 +32,12 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         shown: list[Any] = ids
         if sum(counts) > MANY_IDS:
             shown = await services.tokenizer.on_thread(lambda: [_encoded(tokens) for tokens in ids])
-        return JsonResponse(
-            {
-                "tokens": shown if is_batch else shown[0],
-                "count": counts if is_batch else counts[0],
-                "max_model_len": context_length(model),
-            },
-            headers=ignored_header(ignored),
+        answer = Tokenized(
+            tokens=shown if is_batch else shown[0],
+            count=counts if is_batch else counts[0],
+            max_model_len=context_length(model),
         )
+        return JsonResponse(answer, headers=ignored_header(ignored))
 
     @router.post("/detokenize", **described(Detokenized, DetokenizeRequest, summary="Turn token ids into text"))
     async def detokenize(data: Annotated[bytes, Depends(checks.body)]) -> Response:
@@ -52,7 +50,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         skip = body.skip_special_tokens
         texts = await services.tokenizer.detokenize(model.tokenizer, tokens if is_batch else [tokens], skip)
         answer = texts if is_batch else texts[0]
-        return JsonResponse({"text": answer, "prompt": answer})
+        return JsonResponse(Detokenized(text=answer, prompt=answer))
 
     return router
 
