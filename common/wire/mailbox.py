@@ -52,7 +52,6 @@ MAX_BATCH_BYTES = 64 << 20  # decoded in one call of receive
 SHARED_BYTES = 3_072  # of messages that share a frame, which is then not large
 MAX_DISCARDED = 64  # frames of unknown peers in one call of receive
 MAX_MESSAGES = 1_024  # in one frame
-MAX_HEADERS = 4_096  # kept encoded
 MAX_DIGITS = 18  # of the number of a connection
 MAX_ROUTES = 4_096  # of peers that the process does not know
 NUM_PROBES = 6
@@ -134,7 +133,6 @@ class Mailbox:
         )
         self._header = msgspec.msgpack.Decoder(Header)
         self._encoder = msgspec.msgpack.Encoder()
-        self._headers: dict[str, bytes] = {}  # encoded, by target
         self._unknown = UnknownPeers()
         self._routes: dict[str, tuple[int, bytes]] = {}  # number and identity of the newest connection, by incarnation
         self._most_routes = MAX_ROUTES
@@ -227,11 +225,7 @@ class Mailbox:
 
     def send_encoded(self, messages: Iterable[bytes], target: str) -> bool:
         """As ``send``."""
-        header = self._headers.get(target)
-        if header is None:
-            if len(self._headers) >= MAX_HEADERS:
-                self._headers.clear()
-            header = self._headers[target] = self._encoder.encode(Header(PROTOCOL_VERSION, self.incarnation, target))
+        header = self._encoder.encode(Header(PROTOCOL_VERSION, self.incarnation, target))
         return all(self._send(header, body, target) for body in _bodies(messages))
 
     def _send(self, header: bytes, body: bytes, target: str) -> bool:
