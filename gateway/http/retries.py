@@ -6,7 +6,6 @@ nodes are asked for its outputs so far, which are then continued like those of a
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from common.clock import Clock
@@ -25,22 +24,6 @@ from gateway.workers.served_models import ServedModel
 #: Nodes that do not say in time which requests they know are taken to know none. A node that has lost its core for
 #: some time still answers; only while a node hangs do requests with a key wait so long.
 FIND_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AnswerReader:
-    """The answer of one HTTP request, which its task writes."""
-
-    events: OutputEvents
-    task: "asyncio.Task[Any] | None" = field(default_factory=asyncio.current_task)
-
-    def wake(self, stream: OutputStream) -> None:
-        self.events.wake(stream)
-
-    def end(self) -> None:
-        """Ends the answer and its connection, which is presumed dead since its client has asked again."""
-        if self.task is not None:
-            self.task.cancel()
 
 
 class Retries:
@@ -74,9 +57,7 @@ class Retries:
         request = self._store.find(identity, self._clock.now())
         if request is not None:
             self._metrics.retried(request.streams[0].request.model, is_ended=request.is_ended)
-            previous = request.attach(AnswerReader(events))
-            if isinstance(previous, AnswerReader):
-                previous.end()
+            request.attach(events)
         return request
 
     async def take_over(self, model: ServedModel, requests: Sequence[GenerateRequest]) -> dict[str, KeptOutput]:
@@ -100,7 +81,7 @@ class Retries:
 
     def begin(self, identity: RequestIdentity, answer_id: str, events: OutputEvents) -> KeyedRequest:
         """A new request with a key, for the answer of this task."""
-        return self._store.begin(identity, answer_id, AnswerReader(events))
+        return KeyedRequest(identity, answer_id, self._store, events)
 
     def add(self, request: KeyedRequest, streams: list[OutputStream]) -> None:
         """Makes a request known by its key, once its outputs are sent."""
@@ -109,10 +90,8 @@ class Retries:
 
     def leave(self, request: KeyedRequest, events: OutputEvents) -> None:
         """An answer is over. Outputs in flight go on for the grace, unless another answer has taken them over."""
-        reader = request.reader
-        if not isinstance(reader, AnswerReader) or reader.events is not events:
+        if not request.detach(events):
             return
-        request.detach(reader)
         if request.has_failed or not self._grace_s:
             self._abort(request, request.num_readers)
         elif not request.is_ended:

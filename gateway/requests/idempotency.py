@@ -93,6 +93,10 @@ class Reader(Protocol):
 
     def wake(self, stream: OutputStream) -> None: ...
 
+    def end(self) -> None:
+        """Ends the answer, since its client has asked again."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class KeyedRequest:
@@ -107,8 +111,8 @@ class KeyedRequest:
     identity: RequestIdentity
     answer_id: str
     store: "IdempotencyStore"
-    reader: Reader | None = None
-    num_readers: int = 0
+    reader: Reader | None
+    num_readers: int = 1
     streams: list[OutputStream] = field(default_factory=list)
 
     @property
@@ -130,15 +134,16 @@ class KeyedRequest:
         if self.reader is not None:
             self.reader.wake(stream)
 
-    def attach(self, reader: Reader) -> Reader | None:
-        """Gives the outputs to another reader, from their beginning. Returns the reader that they are taken from."""
+    def attach(self, reader: Reader) -> None:
+        """Gives the outputs to another reader, from their beginning, and ends the answer that had them."""
         previous, self.reader = self.reader, reader
         self.num_readers += 1
         for stream in self.streams:
             stream.rewind()
             if stream.ids or stream.is_ended:
                 reader.wake(stream)
-        return previous
+        if previous is not None:
+            previous.end()
 
     def detach(self, reader: Reader) -> bool:
         """Lets a reader go; False if another one has taken the outputs over."""
@@ -192,10 +197,6 @@ class IdempotencyStore:
             )
             raise RequestError(ErrorCode.IDEMPOTENCY_KEY_REUSED, message)
         return None  # the dispatcher refuses an id that is in flight
-
-    def begin(self, identity: RequestIdentity, answer_id: str, reader: Reader) -> KeyedRequest:
-        """A new request, which is found after ``add``."""
-        return KeyedRequest(identity, answer_id, self, reader, 1)
 
     def add(self, request: KeyedRequest) -> None:
         """Makes a request known whose outputs have been sent to nodes, or wait."""
