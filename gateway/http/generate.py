@@ -8,7 +8,7 @@ in flight, unless the request has a key by which the client may ask for them aga
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -192,18 +192,17 @@ class GenerateApp:
                 raise  # to the log
 
     async def _generate(self, data: bytes, tenant: str, scope: Scope, send: Send) -> None:
-        """Answers one request: decodes its body, sends its outputs to the nodes, and formats what they return.
+        """Answers one request: decodes its body, sends its outputs to the nodes, and writes what they return.
 
-        Outputs that have not ended when this ends are aborted, or go on for a grace if they have a key. Refusals are
-        counted by model; the empty name stands for requests that name no served model.
+        Refusals are counted by model; the empty name stands for requests that name no served model.
         """
-        services, endpoint = self._services, self.endpoint
+        services = self._services
         siblings, request = services.siblings, None
         arrived_at = services.clock.now()
         model_name = ""
         try:
             body: Any
-            body, ignored = decode_with_extras(endpoint.body, data, are_refused=services.config.strict_fields)
+            body, ignored = decode_with_extras(self.endpoint.body, data, are_refused=services.config.strict_fields)
             model = services.inputs.model(body.model)
             model_name = model.name
             identity: RequestIdentity | None = None
@@ -223,12 +222,25 @@ class GenerateApp:
                     return
             services.metrics.rejected(model_name, error)
             raise
-        streams = answer.streams
+        if body.priority is not None and not services.priorities.is_enabled:
+            ignored = ("priority", *ignored)
+        await self._write(answer, model, body, ignored, scope, send)
+
+    async def _write(
+        self, answer: _Answer, model: ServedModel, body: Any, ignored: Sequence[str], scope: Scope, send: Send
+    ) -> None:
+        """Writes the outputs of an answer, formatted, while they come or when all have ended.
+
+        Outputs that have not ended when this ends are aborted, or go on for a grace if they have a key.
+
+        Args:
+            ignored: fields of the body that had no effect.
+        """
+        services, streams = self._services, answer.streams
         try:
-            formatter = endpoint.formatter(model, body, answer.answer_id)
-            is_priority_ignored = body.priority is not None and not services.priorities.is_enabled
+            formatter = self.endpoint.formatter(model, body, answer.answer_id)
             headers = api_headers(self.path, scope["state"][REQUEST_ID])
-            headers |= ignored_header(("priority", *ignored) if is_priority_ignored else ignored)
+            headers |= ignored_header(ignored)
             if streams[0].trace is not None:
                 headers["traceparent"] = streams[0].trace.traceparent
             if answer.is_retry:
