@@ -169,8 +169,6 @@ class Gateway:
         """Builds the parts that need the channel to the nodes, and collects all that HTTP handlers use."""
         config = self._config
         pools = WorkerPools(model.pool for model in self._models.values())
-        self._metrics = Metrics(list(pools), mailbox, starvation_bound_s=config.starvation_bound)
-        self._live = LiveHistory()
         self._dispatcher = Dispatcher(
             pools,
             channel,
@@ -179,10 +177,11 @@ class Gateway:
             on_end=self._ended,
             first_attempt=secrets.randbits(31),
         )
-        self._metrics.count_recoveries(self._dispatcher)
+        self._metrics = Metrics(
+            list(pools), mailbox, self._dispatcher, self._exporter, starvation_bound_s=config.starvation_bound
+        )
+        self._live = LiveHistory()
         self._timelines = Timelines(config.timeline_requests, self._dispatcher.newest_streams)
-        if self._exporter is not None:
-            self._metrics.count_exported(self._exporter)
         self._control = ControlPlane(
             channel,
             pools,
