@@ -37,7 +37,7 @@ import msgspec
 import zmq
 from msgspec import Meta
 
-from common.wire.curve import ZAP_DOMAIN, Authenticator, CurveClient, CurveServer, public_key
+from common.wire.curve import ZAP_DOMAIN, CurveClient, CurveServer, ZapHandler, public_key
 from common.wire.messages import PROTOCOL_VERSION, Header, Message, Ping, Refused
 from common.wire.unknown_peers import UnknownPeers
 
@@ -155,10 +155,10 @@ class Mailbox:
         except zmq.ZMQError:  # this process has no descriptor left
             self._socket.close(linger=0)
             raise
-        self._authenticator: Authenticator | None = None
+        self._zap: ZapHandler | None = None
         try:
             if isinstance(curve, CurveServer):
-                self._authenticator = Authenticator(context, curve.permitted, self._on_refused_key)
+                self._zap = ZapHandler(context, curve.permitted, self._on_refused_key)
             if curve is not None:
                 set_keys(self._socket, curve)
             if bind:
@@ -205,9 +205,9 @@ class Mailbox:
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
         """The sockets to poll for input: one for ``receive``, and others for ``connection_events``."""
-        if self._authenticator is None:
+        if self._zap is None:
             return (self._socket, self._monitor)
-        return (self._socket, self._monitor, self._authenticator.socket)
+        return (self._socket, self._monitor, self._zap.socket)
 
     def send(self, *messages: Message, target: str = "") -> bool:
         """Queue messages, in order; never blocks.
@@ -320,7 +320,7 @@ class Mailbox:
     def _identity(self, first: zmq.Frame) -> bytes:
         """The identity of the connection, as the first frame says; empty if its key cannot have it."""
         identity = first.bytes
-        if self._authenticator is not None and not identity.startswith(str(first.get("User-Id")).encode()):
+        if self._zap is not None and not identity.startswith(str(first.get("User-Id")).encode()):
             return b""
         return identity
 
@@ -372,8 +372,8 @@ class Mailbox:
 
         A connecting mailbox without a connection dials again; this must be called every few seconds at least.
         """
-        if self._authenticator is not None:
-            self._authenticator.answer_all()
+        if self._zap is not None:
+            self._zap.answer_all()
         connected = disconnected = False
         failure = None
         for _ in range(MAX_EVENTS):
@@ -473,8 +473,8 @@ class Mailbox:
             return
         self._socket.disable_monitor()
         self._monitor.close(0)
-        if self._authenticator is not None:
-            self._authenticator.socket.close()
+        if self._zap is not None:
+            self._zap.socket.close()
         self._socket.close()
 
 
