@@ -14,14 +14,12 @@ from common.errors import RECOVERABLE, ErrorCode, RequestError
 from common.node.gateways.outbox import Outbox
 from common.node.monitoring.request_stats import ABORT, ERROR, RequestStats
 from common.node.planned_chunks import PlannedChunks
-from common.node.role import (
-    DEADLINE_GRACE_S,
-    Load,
+from common.node.request_messages import (
     check_generate,
-    check_pages,
     decisions_message,
     request_to_decode,
 )
+from common.node.role import DEADLINE_GRACE_S, Load, check_pages
 from common.request import Request, RequestKey
 from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
 from common.step_plan import StepPlan, StepResult
@@ -76,7 +74,7 @@ RESUMED = 1 << 32
 
 
 class DecodeRole:
-    """Everything a decode node decides. See ``common.node.role.Role`` for the calls.
+    """Everything a decode node decides. See ``common.node.role.NodeRole`` for the calls.
 
     Args:
         moves: requests that leave for other decode nodes.

@@ -14,18 +14,16 @@ from common.errors import RECOVERABLE, ErrorCode, RequestError
 from common.node.gateways.outbox import Outbox
 from common.node.monitoring.request_stats import RequestStats
 from common.node.planned_chunks import PlannedChunks
-from common.node.role import (
-    DEADLINE_GRACE_S,
-    Load,
+from common.node.request_messages import (
     check_adapter,
     check_generate,
-    check_pages,
     check_tokens,
     decisions_message,
     first_token_message,
     is_recomputed,
     request_to_prefill,
 )
+from common.node.role import DEADLINE_GRACE_S, Load, check_pages
 from common.request import Request, RequestKey
 from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
 from common.step_plan import StepPlan, StepResult
@@ -70,7 +68,7 @@ COUNTERS = (
 
 
 class PrefillRole:
-    """Everything a prefill node decides. See ``common.node.role.Role`` for the calls.
+    """Everything a prefill node decides. See ``common.node.role.NodeRole`` for the calls.
 
     Args:
         vocab_size: token ids outside of it are refused.
