@@ -36,8 +36,7 @@ from gateway.http.openapi.generated import (
     ResponseEvent,
 )
 from gateway.http.protocol.anthropic import MessagesRequest
-from gateway.http.protocol.decoding import decode_with_extras
-from gateway.http.protocol.fields import Strict
+from gateway.http.protocol.decoding import Strict, decode_with_extras
 from gateway.http.protocol.native import NativeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest
 from gateway.http.protocol.responses import ResponsesRequest
@@ -203,7 +202,7 @@ class GenerateApp:
         try:
             body: Any
             body, ignored = decode_with_extras(self.endpoint.body, data, are_refused=services.config.strict_fields)
-            model = services.inputs.model(body.model)
+            model = services.models.asked_for(body.model)
             model_name = model.name
             identity: RequestIdentity | None = None
             if IDEMPOTENCY_KEY in scope["state"] or getattr(body, "rid", None):

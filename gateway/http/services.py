@@ -18,14 +18,14 @@ from gateway.text.tokenizer import AsyncTokenizer
 from gateway.tracing.timelines import Timelines
 from gateway.tracing.tracer import Tracer
 from gateway.workers.control_plane import ControlPlane
-from gateway.workers.served_models import ServedModel
+from gateway.workers.served_models import ServedModel, ServedModels
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
     config: GatewayConfig
     clock: Clock
-    models: tuple[ServedModel, ...]  # the first is the default
+    models: ServedModels
     tokenizer: AsyncTokenizer
     inputs: InputProcessor
     responses: ResponseStore

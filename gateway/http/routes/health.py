@@ -26,7 +26,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     async def ready() -> Response:
         are_ready = {model.name: model.pool.registry.is_ready for model in services.models}
         if not any(are_ready.values()):
-            raise services.models[0].pool.no_route()
+            raise services.models.default.pool.no_route()
         return JsonResponse(Ready(status="ready", models=are_ready))
 
     @router.get("/metrics", response_class=PlainTextResponse, summary="Metrics for Prometheus")
@@ -38,19 +38,19 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         known = options_of(GatewayConfig)
         values = dataclasses.asdict(services.config)
         config = {key: value for key, value in values.items() if key not in known or not known[key].is_secret}
-        first = services.models[0]
+        default = services.models.default
         models = {
             model.name: ModelState(is_ready=model.pool.registry.is_ready, limits=model.pool.registry.limits)
             for model in services.models
         }
         answer = ServerInfo(
             version=baton_version(),
-            model=first.name,
+            model=default.name,
             uptime_s=round(services.clock.now() - started_at, 3),
             num_in_flight=services.dispatcher.num_in_flight,
-            is_ready=any(model.is_ready for model in models.values()),
+            is_ready=services.models.is_ready,
             control_address=services.control.address,
-            limits=first.pool.registry.limits,
+            limits=default.pool.registry.limits,
             models=models,
             config=config,
         )

@@ -37,17 +37,17 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     @router.get("/v1/models", **described(ModelList, summary="List the served models"))
     async def list_models() -> Response:
         adapters = (name for model in services.models for name in model.pool.registry.adapters)
-        data = [entry(model) for model in (*services.models, *map(services.inputs.model, adapters))]
+        data = [entry(model) for model in (*services.models, *map(services.models.asked_for, adapters))]
         answer = ModelList(object="list", data=data, first_id=data[0].id, last_id=data[-1].id, has_more=False)
         return JsonResponse(answer)
 
     @router.get("/v1/models/{name:path}", **described(Model, summary="Describe a model"))
     async def get_model(name: str) -> Response:
-        return JsonResponse(entry(services.inputs.model(name)))
+        return JsonResponse(entry(services.models.asked_for(name)))
 
     @router.get("/get_model_info", **described(ModelInfo, summary="Name the default model (SGLang)"))
     async def get_model_info() -> Response:
-        name = services.inputs.model(None).name
+        name = services.models.default.name
         return JsonResponse(ModelInfo(model_path=name, tokenizer_path=name, is_generation=True))
 
     return router

@@ -51,9 +51,9 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             num_workers=len(workers),
             num_in_flight=services.dispatcher.num_in_flight,
             num_waiting=sum(len(model.pool.queue) for model in models),
-            model=models[0].name,
+            model=models.default.name,
             models=[model.name for model in models],
-            is_ready=any(model.pool.registry.is_ready for model in models),
+            is_ready=models.is_ready,
         )
         return JsonResponse(answer)
 
