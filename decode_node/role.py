@@ -22,6 +22,7 @@ from common.node.request_messages import (
 from common.node.role import DEADLINE_GRACE_S, Load, check_pages
 from common.request import Request, RequestKey
 from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
+from common.scheduling.prefill_adder import SamplingFailed
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     MAX_TEXT,
@@ -46,7 +47,7 @@ from common.wire.messages import (
 from decode_node.moves import IN_CIRCLE, OutgoingMoves
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.repeated_steps import Repeatable, Repeated
-from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled, SamplingFailed, Stopped
+from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled, Stopped
 from decode_node.token_output import TokenOutput
 from kv_transfer.events import Completed, Event, Finished, PairLost
 from kv_transfer.receive.receiver import Receiver

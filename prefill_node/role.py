@@ -26,6 +26,7 @@ from common.node.request_messages import (
 from common.node.role import DEADLINE_GRACE_S, Load, check_pages
 from common.request import Request, RequestKey
 from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
+from common.scheduling.prefill_adder import SamplingFailed
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     MAX_TEXT,
@@ -45,7 +46,7 @@ from common.wire.messages import (
 )
 from kv_transfer.send.sender import Sender
 from kv_transfer.send.tombstones import Reason
-from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted, SamplingFailed
+from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted
 
 #: Monotonic totals of the role itself. ``prompt_tokens`` counts the tokens of prompts whose first token was sampled
 #: here, and ``prompt_tokens_cached`` how many of these were in the cache. ``overlapped_transfers`` counts the
