@@ -345,8 +345,7 @@ class Gateway:
 
     def _max_values(self) -> int:
         """Values that a body may have: all token ids of the longest possible prompt, or ``MAX_VALUES``."""
-        limits = [model.pool.registry.accepted for model in self._models]
-        return max([MAX_VALUES, *(known.context_length for known in limits if known is not None)])
+        return max(MAX_VALUES, *(model.context_length or 0 for model in self._models))
 
     def _answered(self, scope: Mapping[str, Any], status: int) -> None:
         """Counts an answer by path; all below a path with a parameter count together.

@@ -43,6 +43,17 @@ class ServedModel:
         """The name by which a request asked for it, which answers repeat."""
         return self.adapter.rpartition("@")[0] or self.name
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether its nodes can serve a request."""
+        return self.pool.registry.is_ready
+
+    @property
+    def context_length(self) -> int | None:
+        """Maximum tokens of prompt and output together; None while no requests are accepted."""
+        limits = self.pool.registry.accepted
+        return limits.context_length if limits else None
+
 
 class ServedModels:
     """The served models in the order in which they were given.
@@ -64,7 +75,7 @@ class ServedModels:
     @property
     def is_ready(self) -> bool:
         """Whether a request for one of them can be served."""
-        return any(model.pool.registry.is_ready for model in self)
+        return any(model.is_ready for model in self)
 
     def base(self, name: str | None, param: str) -> ServedModel:
         """The model with this name, or the default.

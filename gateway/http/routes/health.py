@@ -24,7 +24,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
 
     @router.get("/ready", **described(Ready, summary="Whether a request can be served", errors=(503,)))
     async def ready() -> Response:
-        are_ready = {model.name: model.pool.registry.is_ready for model in services.models}
+        are_ready = {model.name: model.is_ready for model in services.models}
         if not any(are_ready.values()):
             raise services.models.default.pool.no_route()
         return JsonResponse(Ready(status="ready", models=are_ready))
@@ -40,7 +40,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         config = {key: value for key, value in values.items() if key not in known or not known[key].is_secret}
         default = services.models.default
         models = {
-            model.name: ModelState(is_ready=model.pool.registry.is_ready, limits=model.pool.registry.limits)
+            model.name: ModelState(is_ready=model.is_ready, limits=model.pool.registry.limits)
             for model in services.models
         }
         answer = ServerInfo(

@@ -10,7 +10,7 @@ from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Model, ModelInfo, ModelList
 from gateway.http.openapi.operations import described
-from gateway.http.services import Services, context_length
+from gateway.http.services import Services
 from gateway.workers.served_models import ServedModel
 
 
@@ -25,7 +25,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             object="model",
             created=created,
             owned_by="baton",
-            max_model_len=context_length(model),
+            max_model_len=model.context_length,
             root=model.name,
             parent=model.name if model.adapter else None,
             type="model",

@@ -13,7 +13,7 @@ from gateway.http.openapi.answers import Detokenized, Tokenized
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, decode_with_extras, refuse
 from gateway.http.protocol.native import DetokenizeRequest, TokenizeRequest
-from gateway.http.services import Services, context_length
+from gateway.http.services import Services
 from gateway.workers.served_models import ServedModel
 
 #: Token ids that are encoded at once; more are encoded on the tokenizer's thread.
@@ -35,7 +35,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         answer = Tokenized(
             tokens=shown if is_batch else shown[0],
             count=counts if is_batch else counts[0],
-            max_model_len=context_length(model),
+            max_model_len=model.context_length,
         )
         return JsonResponse(answer, headers=ignored_header(ignored))
 
