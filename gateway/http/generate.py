@@ -202,7 +202,7 @@ class GenerateApp:
         try:
             body: Any
             body, ignored = decode_with_extras(self.endpoint.body, data, are_refused=services.config.strict_fields)
-            model = services.models.asked_for(body.model)
+            model = services.models.named(body.model)
             model_name = model.name
             identity: RequestIdentity | None = None
             if IDEMPOTENCY_KEY in scope["state"] or getattr(body, "rid", None):

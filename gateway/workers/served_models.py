@@ -91,7 +91,7 @@ class ServedModels:
             raise self._unknown(name or "", self._by_name, param)
         return model
 
-    def asked_for(self, name: str | None) -> ServedModel:
+    def named(self, name: str | None) -> ServedModel:
         """The model with this name, which may be that of a LoRA adapter, or the default.
 
         Raises:

@@ -28,7 +28,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     )
     async def count_tokens(request: Request, data: Annotated[bytes, Depends(checks.body)]) -> Response:
         body, ignored = decode_with_extras(CountTokensRequest, data, are_refused=services.config.strict_fields)
-        model = services.models.asked_for(body.model)
+        model = services.models.named(body.model)
         count = await messages.count_tokens(body, model)
         headers = api_headers(request.scope["path"], request.scope["state"][REQUEST_ID])
         return JsonResponse(TokenCount(input_tokens=count), headers=headers | ignored_header(ignored))

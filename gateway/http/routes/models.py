@@ -37,13 +37,13 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     @router.get("/v1/models", **described(ModelList, summary="List the served models"))
     async def list_models() -> Response:
         adapters = (name for model in services.models for name in model.pool.registry.adapters)
-        data = [entry(model) for model in (*services.models, *map(services.models.asked_for, adapters))]
+        data = [entry(model) for model in (*services.models, *map(services.models.named, adapters))]
         answer = ModelList(object="list", data=data, first_id=data[0].id, last_id=data[-1].id, has_more=False)
         return JsonResponse(answer)
 
     @router.get("/v1/models/{name:path}", **described(Model, summary="Describe a model"))
     async def get_model(name: str) -> Response:
-        return JsonResponse(entry(services.models.asked_for(name)))
+        return JsonResponse(entry(services.models.named(name)))
 
     @router.get("/get_model_info", **described(ModelInfo, summary="Name the default model (SGLang)"))
     async def get_model_info() -> Response:

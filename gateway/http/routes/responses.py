@@ -77,7 +77,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     )
     async def count_input_tokens(data: Annotated[bytes, Depends(checks.body)], tenant: Tenant) -> Response:
         body, ignored = decode_with_extras(ResponsesRequest, data, are_refused=services.config.strict_fields)
-        count = await api.count_tokens(body, services.models.asked_for(body.model), tenant)
+        count = await api.count_tokens(body, services.models.named(body.model), tenant)
         answer = InputTokenCount(object="response.input_tokens", input_tokens=count)
         return JsonResponse(answer, headers=ignored_header(ignored))
 

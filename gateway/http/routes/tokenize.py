@@ -26,7 +26,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     @router.post("/tokenize", **described(Tokenized, TokenizeRequest, summary="Turn text into token ids"))
     async def tokenize(data: Annotated[bytes, Depends(checks.body)]) -> Response:
         body, ignored = decode_with_extras(TokenizeRequest, data, are_refused=services.config.strict_fields)
-        model = services.models.asked_for(body.model)
+        model = services.models.named(body.model)
         ids, is_batch = await _encode(services, model, body)
         counts = [len(tokens) for tokens in ids]
         shown: list[Any] = ids
@@ -42,7 +42,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     @router.post("/detokenize", **described(Detokenized, DetokenizeRequest, summary="Turn token ids into text"))
     async def detokenize(data: Annotated[bytes, Depends(checks.body)]) -> Response:
         body = decode(DetokenizeRequest, data)
-        model = services.models.asked_for(body.model)
+        model = services.models.named(body.model)
         tokens: list[Any] = body.tokens
         is_batch = bool(tokens) and isinstance(tokens[0], list)
         if len(set(map(type, tokens))) > 1:
