@@ -2,18 +2,12 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 Key = TypeVar("Key", bound=tuple[Any, ...])
 Value = TypeVar("Value")
-
-
-@dataclass(slots=True)
-class _Entry(Generic[Value]):
-    value: Value
-    num_bytes: int
-    used_at: float
+#: A value, its bytes, and when it was used last.
+Entry = tuple[Value, int, float]
 
 
 class TenantCache(Generic[Key, Value]):
@@ -30,7 +24,7 @@ class TenantCache(Generic[Key, Value]):
         self._max_values = max_values
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
-        self._entries: OrderedDict[Key, _Entry[Value]] = OrderedDict()  # the least recently used first
+        self._entries: OrderedDict[Key, Entry[Value]] = OrderedDict()  # the least recently used first
         self._num_bytes: Counter[str] = Counter()  # by tenant
 
     def __len__(self) -> int:
@@ -52,22 +46,20 @@ class TenantCache(Generic[Key, Value]):
         return self.is_enabled and num_bytes <= self._max_bytes
 
     def get(self, key: Key) -> Value | None:
-        entry = self._entries.get(key)
-        return None if entry is None else entry.value
+        return self._entries[key][0] if key in self._entries else None
 
     def use(self, key: Key, now: float) -> Value | None:
         """As ``get``; the value is now the most recently used one."""
-        entry = self._entries.get(key)
-        if entry is None:
+        if key not in self._entries:
             return None
-        entry.used_at = now
-        self._entries.move_to_end(key)
-        return entry.value
+        value, num_bytes, _ = self._entries.pop(key)
+        self._entries[key] = value, num_bytes, now
+        return value
 
     def add(self, key: Key, value: Value, num_bytes: int, now: float) -> None:
         """Adds a value that ``fits``, in place of any other with its key. ``shrink`` must follow."""
         self.drop(key)
-        self._entries[key] = _Entry(value, num_bytes, now)
+        self._entries[key] = value, num_bytes, now
         self._num_bytes[key[0]] += num_bytes
 
     def shrink(self) -> None:
@@ -79,17 +71,17 @@ class TenantCache(Generic[Key, Value]):
     def expire(self, now: float) -> None:
         """Drops the values that have not been used for too long."""
         while self._entries:
-            key, entry = next(iter(self._entries.items()))
-            if now - entry.used_at <= self._max_age_s:
+            key, (_, _, used_at) = next(iter(self._entries.items()))
+            if now - used_at <= self._max_age_s:
                 return
             self.drop(key)
 
     def drop(self, key: Key) -> bool:
         """Drops a value; False if there is none."""
-        entry = self._entries.pop(key, None)
-        if entry is None:
+        if key not in self._entries:
             return False
-        self._num_bytes[key[0]] -= entry.num_bytes
+        _, num_bytes, _ = self._entries.pop(key)
+        self._num_bytes[key[0]] -= num_bytes
         if not self._num_bytes[key[0]]:
             del self._num_bytes[key[0]]
         return True
@@ -97,8 +89,8 @@ class TenantCache(Generic[Key, Value]):
     def check(self) -> None:
         """Recounts the bytes. Raises AssertionError."""
         counted: Counter[str] = Counter()
-        for key, entry in self._entries.items():
-            counted[key[0]] += entry.num_bytes
+        for key, (_, num_bytes, _) in self._entries.items():
+            counted[key[0]] += num_bytes
         assert counted == self._num_bytes, (counted, self._num_bytes)
         assert len(self._entries) <= self._max_values
         assert self.num_bytes <= self._max_bytes
