@@ -45,7 +45,7 @@ from gateway.http.retries import Retries, draws_seeds
 from gateway.http.services import Services
 from gateway.http.streaming import OutputEvents, TurnEnd, send_stream, send_whole
 from gateway.requests.admission.quotas import charge
-from gateway.requests.idempotency import KeyedRequest, RequestIdentity, with_key
+from gateway.requests.idempotency import KeyedRequest, RequestIdentity, identify, with_key
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.siblings.forwarding import ClientRequest, Siblings
@@ -204,9 +204,8 @@ class GenerateApp:
             body, ignored = decode_with_extras(self.endpoint.body, data, are_refused=services.config.strict_fields)
             model = services.models.named(body.model)
             model_name = model.name
-            identity: RequestIdentity | None = None
-            if IDEMPOTENCY_KEY in scope["state"] or getattr(body, "rid", None):
-                identity = self._retries.identity(scope["state"], self.path, data, body, tenant)
+            key, rid = scope["state"].get(IDEMPOTENCY_KEY), getattr(body, "rid", None)
+            identity = None if key is None and not rid else identify(self.path, data, tenant, key, rid)
             if siblings is not None:
                 request = ClientRequest(scope, data, send, body.deadline_ms)
                 if await self._is_passed_home(siblings, tenant, identity, request):

@@ -10,12 +10,11 @@ from typing import Any
 
 from common.clock import Clock
 from common.wire.messages import KeptOutput
-from gateway.http.http_connection import IDEMPOTENCY_KEY
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams
 from gateway.http.streaming import OutputEvents
 from gateway.metrics.collectors import Metrics
 from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.idempotency import IdempotencyStore, KeyedRequest, RequestIdentity, identify
+from gateway.requests.idempotency import IdempotencyStore, KeyedRequest, RequestIdentity
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.control_plane import ControlPlane
@@ -43,11 +42,6 @@ class Retries:
         self._metrics = metrics
         self._clock = clock
         self._grace_s = grace_s
-
-    @staticmethod
-    def identity(state: dict[str, Any], path: str, data: bytes, body: Any, tenant: str) -> RequestIdentity:
-        """The identity of a request with a header ``Idempotency-Key`` or a ``rid``. Raises RequestError."""
-        return identify(path, data, tenant, state.get(IDEMPOTENCY_KEY), getattr(body, "rid", None))
 
     def attach(self, identity: RequestIdentity, events: OutputEvents) -> KeyedRequest | None:
         """Gives the outputs of the request that this one repeats to a new answer; None if it repeats none.
