@@ -14,16 +14,15 @@ from common.errors import RECOVERABLE, ErrorCode, RequestError
 from common.node.gateways.outbox import Outbox
 from common.node.monitoring.request_stats import ABORT, ERROR, RequestStats
 from common.node.planned_chunks import PlannedChunks
-from common.node.role import (
-    DEADLINE_GRACE_S,
-    Load,
+from common.node.request_messages import (
     check_generate,
-    check_pages,
     decisions_message,
     request_to_decode,
 )
+from common.node.role import DEADLINE_GRACE_S, Load, check_pages
 from common.request import Request, RequestKey
 from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
+from common.scheduling.prefill_adder import SamplingFailed
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     MAX_TEXT,
@@ -49,7 +48,7 @@ from common.wire.messages import (
 from decode_node.moves import IN_CIRCLE, OutgoingMoves
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.repeated_steps import Repeatable, Repeated
-from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled, SamplingFailed, Stopped
+from decode_node.scheduler import DecodeScheduler, Effect, PageGrant, Sampled, Stopped
 from decode_node.token_output import TokenOutput
 from kv_transfer.events import Completed, Event, Finished, PairLost
 from kv_transfer.receive.receiver import Receiver
@@ -75,7 +74,7 @@ ADDRESS_TAKEN = "the prefill node has ended: another process answers at its addr
 
 
 class DecodeRole:
-    """Everything a decode node decides. See ``common.node.role.Role`` for the calls.
+    """Everything a decode node decides. See ``common.node.role.NodeRole`` for the calls.
 
     Args:
         moves: requests that leave for other decode nodes.

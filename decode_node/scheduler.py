@@ -26,7 +26,7 @@ from common.sampling_params import TokenLogprobs
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.new_token_ratio import NewTokenRatio
 from common.scheduling.ordering import RequestOrdering
-from common.scheduling.prefill_adder import Chunk, admit_row, chunk_results
+from common.scheduling.prefill_adder import Chunk, SamplingFailed, admit_row, chunk_results
 from common.scheduling.slots import OutstandingSteps
 from common.scheduling.waiting_queue import WaitingQueue
 from common.step_plan import PageDelta, Row, StepPlan, StepResult
@@ -57,13 +57,6 @@ class Outgrown(NamedTuple):
     """
 
     request: Request
-
-
-class SamplingFailed(NamedTuple):
-    """No valid token could be sampled for a request, which ends with this message."""
-
-    request: Request
-    message: str
 
 
 class Stopped(NamedTuple):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from common.node.gateways.outbox import Outbox
-from common.node.role import first_token_message
+from common.node.request_messages import first_token_message
 from common.request import Request, RequestKey
 from common.stage_spans import StageSpan, between
 from common.wire.messages import Spans, Tokens

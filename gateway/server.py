@@ -66,7 +66,7 @@ from gateway.tracing.tracer import Tracer
 from gateway.workers.control_plane import ControlPlane, MailboxChannel
 from gateway.workers.invitations import Invitations, make_room
 from gateway.workers.pool import WorkerPools
-from gateway.workers.served_models import ServedModel
+from gateway.workers.served_models import ServedModel, ServedModels
 
 #: How long requests in flight may go on after SIGINT. After SIGTERM, ``--drain-timeout`` says it.
 GRACE_S = 2.0
@@ -94,9 +94,9 @@ class Gateway:
         body_timeout_s: float = 30.0,
     ) -> None:
         self._config = config
-        self._models = models
+        self._models = ServedModels(models)
         self._tokenizer = AsyncTokenizer()
-        self._inputs = InputProcessor(self._models, self._tokenizer, request_timeout_s=config.request_timeout)
+        self._inputs = InputProcessor(self._tokenizer, request_timeout_s=config.request_timeout)
         self._authenticator = Authenticator(permanent_keys(config), is_header_taken=config.tenant_header)
         function = load_priority_function(config.priority_function)
         self._priorities = PriorityResolver(config, function, is_strict=config.strict_fields)
@@ -168,9 +168,7 @@ class Gateway:
     def _make_services(self, mailbox: Mailbox, channel: MailboxChannel) -> Services:
         """Builds the parts that need the channel to the nodes, and collects all that HTTP handlers use."""
         config = self._config
-        pools = WorkerPools(model.pool for model in self._models.values())
-        self._metrics = Metrics(list(pools), mailbox, starvation_bound_s=config.starvation_bound)
-        self._live = LiveHistory()
+        pools = WorkerPools(model.pool for model in self._models)
         self._dispatcher = Dispatcher(
             pools,
             channel,
@@ -179,10 +177,11 @@ class Gateway:
             on_end=self._ended,
             first_attempt=secrets.randbits(31),
         )
-        self._metrics.count_recoveries(self._dispatcher)
+        self._metrics = Metrics(
+            list(pools), mailbox, self._dispatcher, self._exporter, starvation_bound_s=config.starvation_bound
+        )
+        self._live = LiveHistory()
         self._timelines = Timelines(config.timeline_requests, self._dispatcher.newest_streams)
-        if self._exporter is not None:
-            self._metrics.count_exported(self._exporter)
         self._control = ControlPlane(
             channel,
             pools,
@@ -194,7 +193,7 @@ class Gateway:
         return Services(
             config=config,
             clock=self._clock,
-            models=tuple(self._models.values()),
+            models=self._models,
             tokenizer=self._tokenizer,
             inputs=self._inputs,
             responses=ResponseStore(
@@ -256,7 +255,7 @@ class Gateway:
 
     async def _accept_when_ready(self, listener: socket.socket) -> None:
         ends_at = self._clock.now() + ACCEPT_WITHIN_S
-        while self._clock.now() < ends_at and not any(model.pool.registry.is_ready for model in self._models.values()):
+        while self._clock.now() < ends_at and not self._models.is_ready:
             await asyncio.sleep(READY_POLL_S)
         await self._http.accept_from(listener)
 
@@ -346,8 +345,7 @@ class Gateway:
 
     def _max_values(self) -> int:
         """Values that a body may have: all token ids of the longest possible prompt, or ``MAX_VALUES``."""
-        limits = [model.pool.registry.accepted for model in self._models.values()]
-        return max([MAX_VALUES, *(known.context_length for known in limits if known is not None)])
+        return max(MAX_VALUES, *(model.context_length or 0 for model in self._models))
 
     def _answered(self, scope: Mapping[str, Any], status: int) -> None:
         """Counts an answer by path; all below a path with a parameter count together.

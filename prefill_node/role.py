@@ -14,20 +14,19 @@ from common.errors import RECOVERABLE, ErrorCode, RequestError
 from common.node.gateways.outbox import Outbox
 from common.node.monitoring.request_stats import RequestStats
 from common.node.planned_chunks import PlannedChunks
-from common.node.role import (
-    DEADLINE_GRACE_S,
-    Load,
+from common.node.request_messages import (
     check_adapter,
     check_generate,
-    check_pages,
     check_tokens,
     decisions_message,
     first_token_message,
     is_recomputed,
     request_to_prefill,
 )
+from common.node.role import DEADLINE_GRACE_S, Load, check_pages
 from common.request import Request, RequestKey
 from common.scheduling.grammar_queue import TIMEOUT_MESSAGE
+from common.scheduling.prefill_adder import SamplingFailed
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     MAX_TEXT,
@@ -48,7 +47,7 @@ from common.wire.messages import (
 )
 from kv_transfer.send.sender import Sender
 from kv_transfer.send.tombstones import Reason
-from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted, SamplingFailed
+from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted
 
 #: Monotonic totals of the role itself. ``prompt_tokens`` counts the tokens of prompts whose first token was sampled
 #: here, and ``prompt_tokens_cached`` how many of these were in the cache. ``overlapped_transfers`` counts the
@@ -71,7 +70,7 @@ COUNTERS = (
 
 
 class PrefillRole:
-    """Everything a prefill node decides. See ``common.node.role.Role`` for the calls.
+    """Everything a prefill node decides. See ``common.node.role.NodeRole`` for the calls.
 
     Args:
         vocab_size: token ids outside of it are refused.

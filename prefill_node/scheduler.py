@@ -35,6 +35,7 @@ from common.scheduling.prefill_adder import (
     ChunkResult,
     PrefillAdder,
     PrefillLimits,
+    SamplingFailed,
     admit_row,
     chunk_results,
 )
@@ -79,14 +80,6 @@ class Retracted:
     """The pages of a request have gone to a more urgent one. It waits to be computed again."""
 
     key: RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingFailed:
-    """No valid token could be sampled for a request, which ends with this message."""
-
-    request: Request
-    message: str
 
 
 Effect = Computed | Retracted | SamplingFailed

@@ -10,7 +10,7 @@ from common.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batching:
+class BatchingOptions:
     page_size: int = option(16, "Tokens per KV page, the unit of caching and transfer.", minimum=1, maximum=65536)
     max_total_tokens: int | None = option(
         None,

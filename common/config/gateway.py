@@ -27,7 +27,7 @@ GROUP = re.compile(r"([0-9a-f]{8,64}):([0-9]{1,3})/([0-9]{1,3})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routing:
+class RoutingOptions:
     local_prefill: LocalPrefill = option(
         "never",
         "Whether decode nodes compute prompts themselves: never, auto (if that delays requests less, by the nodes' "
@@ -205,7 +205,7 @@ class TracingOptions:
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(
     DrainOptions,
-    Routing,
+    RoutingOptions,
     HttpOptions,
     AdviceOptions,
     TracingOptions,
@@ -311,7 +311,7 @@ def check_group(config: Any) -> None:
 def check_auto_roles(config: Any) -> None:
     if config.auto_roles and config.local_prefill == "always":
         raise ConfigError("--auto-roles has no effect with --local-prefill always, which needs no prefill nodes")
-    if not config.auto_roles and config.auto_roles_per_hour != Routing.auto_roles_per_hour:
+    if not config.auto_roles and config.auto_roles_per_hour != RoutingOptions.auto_roles_per_hour:
         raise ConfigError("--auto-roles-per-hour has no effect without --auto-roles; add that")
 
 

@@ -5,7 +5,7 @@ import platform
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.batching import Batching
+from common.config.batching import BatchingOptions
 from common.config.discovery import DiscoveryOptions, check_discovery
 from common.config.lora import LoraOptions, check_lora
 from common.config.options import option
@@ -32,7 +32,7 @@ MAX_NAME = 256  # as messages take
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(
-    Batching,
+    BatchingOptions,
     EngineOptions,
     LoraOptions,
     DrainOptions,

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.batching import Batching
-from common.config.gateway import AdviceOptions, HttpOptions, Routing, TracingOptions, check_http
+from common.config.batching import BatchingOptions
+from common.config.gateway import AdviceOptions, HttpOptions, RoutingOptions, TracingOptions, check_http
 from common.config.lora import LoraOptions, check_lora
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions
@@ -15,11 +15,11 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(
-    Batching,
+    BatchingOptions,
     EngineOptions,
     LoraOptions,
     NodeHttpOptions,
-    Routing,
+    RoutingOptions,
     HttpOptions,
     AdviceOptions,
     TracingOptions,

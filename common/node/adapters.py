@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -23,22 +23,13 @@ from common.errors import ConfigError
 from common.wire.messages import Adapter, Adapters, LoadAdapter, UnloadAdapter
 
 if TYPE_CHECKING:
+    from common.engine.executor import TorchExecutor
     from common.engine.models.lora.adapters import LoraWeights
 
 log = logging.getLogger(__name__)
 
 MAX_ERROR = 512  # characters of an answer
 MAX_UNLOADED = 1_024  # names that are remembered as unloaded
-
-
-class AdapterEngine(Protocol):
-    """The part of an executor that has adapters."""
-
-    adapters: "dict[str, LoraWeights]"
-
-    def read_adapter(self, folder: Path, *, max_rank: int, root: Path | None = None) -> "LoraWeights": ...
-
-    def drop_adapter(self, adapter: str) -> None: ...
 
 
 class Asked(NamedTuple):
@@ -86,8 +77,8 @@ class NodeAdapters:
         notify: wakes the thread that calls ``take``; called by another one.
     """
 
-    def __init__(self, engine: AdapterEngine, config: NodeConfig, notify: Callable[[], None]) -> None:
-        self._engine = engine
+    def __init__(self, executor: "TorchExecutor", config: NodeConfig, notify: Callable[[], None]) -> None:
+        self._executor = executor
         self._config = config
         self._notify = notify
         self._serving: dict[str, Adapter] = {}  # by name
@@ -119,14 +110,14 @@ class NodeAdapters:
         """
         for name, folder in adapters_at_start(self._config).items():
             try:
-                read = self._engine.read_adapter(Path(folder).expanduser(), max_rank=self._config.max_lora_rank)
+                read = self._executor.read_adapter(Path(folder).expanduser(), max_rank=self._config.max_lora_rank)
             except ConfigError as error:
                 raise ConfigError(f"--lora {name}: {error}") from error
             self._serve(name, read)
 
     def _serve(self, name: str, read: "LoraWeights", path: str = "", change: int = 0) -> None:
         adapter = Adapter(name, read.digest, path, change)
-        self._engine.adapters[adapter.id] = read
+        self._executor.adapters[adapter.id] = read
         self._serving[name] = adapter
         self._unloaded.pop(name, None)
         log.info("serving the adapter %s (%s)", name, read.digest)
@@ -181,7 +172,7 @@ class NodeAdapters:
     def _load(self, asked: Asked, folder: Path, root: Path) -> None:
         """On the thread: read an adapter, also one that is known, since several gateways may ask for the same."""
         try:
-            read = Read(asked, self._engine.read_adapter(folder, max_rank=self._config.max_lora_rank, root=root))
+            read = Read(asked, self._executor.read_adapter(folder, max_rank=self._config.max_lora_rank, root=root))
         except ConfigError as error:
             read = Read(asked, error=str(error))
         except Exception as error:
@@ -242,7 +233,7 @@ class NodeAdapters:
         for name, withdrawal in list(self._withdrawn.items()):
             adapter = withdrawal.adapter
             if adapter.id not in in_use and withdrawal.without.issuperset(gateways):
-                self._engine.drop_adapter(adapter.id)
+                self._executor.drop_adapter(adapter.id)
                 log.info("dropped the adapter %s", adapter.id)
                 del self._withdrawn[name]
                 self._note_unloaded(name, adapter.change)

@@ -14,7 +14,7 @@ import zmq
 from msgspec import structs
 
 from common.clock import Clock
-from common.config.shared import Role as RoleName
+from common.config.shared import Role
 from common.discovery.gateway_directory import GatewayDirectory
 from common.errors import ErrorCode, InvariantError
 from common.node.adapters import NodeAdapters
@@ -25,7 +25,7 @@ from common.node.gateways.gateway_link import NO_LOAD, GatewayLink
 from common.node.gateways.gateway_links import GatewayLinks
 from common.node.gateways.request_owners import RequestOwners
 from common.node.prefill_connections import PrefillConnections
-from common.node.role import Role, heartbeat_of
+from common.node.role import NodeRole, heartbeat_of
 from common.request import RequestKey
 from common.scheduling.grammar_queue import CompileGrammar
 from common.wire.mailbox import PROBE_EVERY_S, Mailbox
@@ -106,7 +106,7 @@ class EventLoop:
 
     def __init__(
         self,
-        role: Role,
+        role: NodeRole,
         engine: EngineThread,
         *,
         register: Callable[[], Register],
@@ -131,7 +131,7 @@ class EventLoop:
         self._is_stopping, self._is_checked, self._num_failed_checks = False, True, 0
         self.turned_at = clock.now()
         self.snapshots: tuple[Snapshot, ...] = ()
-        self.next_role: RoleName | None = None
+        self.next_role: Role | None = None
         self._departure: Departure | None = None
         self._is_empty = False  # nothing is left here, as every gateway knows
         self._drain_s: float | None = None  # a drain that was asked for and has not begun

@@ -20,7 +20,7 @@ from common.cache.page_allocator import PageAllocator
 from common.cache.window_pages import WindowPages
 from common.clock import MonotonicClock
 from common.config.node import NodeConfig
-from common.config.shared import Role as RoleName
+from common.config.shared import Role
 from common.discovery.etcd import EtcdStore
 from common.discovery.gateway_directory import (
     EtcdGateways,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run(config: NodeConfig, factories: Mapping[RoleName, RoleFactory], rank_module: str) -> int:
+def run(config: NodeConfig, factories: Mapping[Role, RoleFactory], rank_module: str) -> int:
     """Serve until a signal or a refusal.
 
     Args:
@@ -89,7 +89,7 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _serve(config: NodeConfig, factories: Mapping[RoleName, RoleFactory], rank_module: str) -> int:
+def _serve(config: NodeConfig, factories: Mapping[Role, RoleFactory], rank_module: str) -> int:
     if config.disable_radix_cache and config.schedule_policy in NEED_CACHE:
         log.warning(
             "--schedule-policy %s needs the radix cache: serving with fcfs, since --disable-radix-cache is set",
@@ -112,7 +112,7 @@ def _serve(config: NodeConfig, factories: Mapping[RoleName, RoleFactory], rank_m
 
 def _serve_model(
     config: NodeConfig,
-    factories: Mapping[RoleName, RoleFactory],
+    factories: Mapping[Role, RoleFactory],
     ranks: RankProcesses,
     *,
     endpoint: ControlEndpoint,

@@ -79,7 +79,7 @@ class GrammarQueue:
         """The requests that have waited too long."""
         found = []
         for request in self.waiting.values():
-            if request.arrived_at + request.waited_s + COMPILE_TIMEOUT_S > now:
+            if request.received_at + COMPILE_TIMEOUT_S > now:
                 break
             found.append(request)
         return found

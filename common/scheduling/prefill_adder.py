@@ -145,6 +145,14 @@ class ChunkResult:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingFailed:
+    """The effect of a step that has sampled no valid token for a request, which ends with this message."""
+
+    request: Request
+    message: str
+
+
 def chunk_results(chunks: Sequence[Chunk], result: StepResult, *, num_before: int = 0) -> list[ChunkResult]:
     """Split the result of a step by chunk; ``num_before`` rows before the chunks sampled one token each."""
     tokens = iter(result.tokens[num_before:])

@@ -125,7 +125,7 @@ def draw_keys() -> tuple[CurveKeys, CurveKeys]:
     return CurveKeys(gateway, public, permitted), CurveKeys(node, public, permitted)
 
 
-class Authenticator:
+class ZapHandler:
     """Answers ZMQ's questions whether a client may connect (ZAP, RFC 27). A context can have only one.
 
     ZMQ asks after the handshake has proved that the client has the secret of its key. A connection without an answer

@@ -37,7 +37,7 @@ import msgspec
 import zmq
 from msgspec import Meta
 
-from common.wire.curve import ZAP_DOMAIN, Authenticator, CurveClient, CurveServer, public_key
+from common.wire.curve import ZAP_DOMAIN, CurveClient, CurveServer, ZapHandler, public_key
 from common.wire.messages import PROTOCOL_VERSION, Header, Message, Ping, Refused
 from common.wire.unknown_peers import UnknownPeers
 
@@ -52,7 +52,6 @@ MAX_BATCH_BYTES = 64 << 20  # decoded in one call of receive
 SHARED_BYTES = 3_072  # of messages that share a frame, which is then not large
 MAX_DISCARDED = 64  # frames of unknown peers in one call of receive
 MAX_MESSAGES = 1_024  # in one frame
-MAX_HEADERS = 4_096  # kept encoded
 MAX_DIGITS = 18  # of the number of a connection
 MAX_ROUTES = 4_096  # of peers that the process does not know
 NUM_PROBES = 6
@@ -107,6 +106,7 @@ class Mailbox:
     Attributes:
         dropped: numbers of malformed messages, by reason.
         refused: numbers of connections that a bound mailbox has refused, by ``HandshakeFailure``.
+        has_unread: the last call of ``receive`` may have left something.
     Raises:
         zmq.ZMQError: the address cannot be bound or is malformed.
     """
@@ -134,11 +134,10 @@ class Mailbox:
         )
         self._header = msgspec.msgpack.Decoder(Header)
         self._encoder = msgspec.msgpack.Encoder()
-        self._headers: dict[str, bytes] = {}  # encoded, by target
         self._unknown = UnknownPeers()
         self._routes: dict[str, tuple[int, bytes]] = {}  # number and identity of the newest connection, by incarnation
         self._most_routes = MAX_ROUTES
-        self._has_unread = False
+        self.has_unread = False
         self._num_probes_left = 0
         self._probed_at = 0.0
         self._large: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}  # unsent messages and bytes, by target
@@ -157,10 +156,10 @@ class Mailbox:
         except zmq.ZMQError:  # this process has no descriptor left
             self._socket.close(linger=0)
             raise
-        self._authenticator: Authenticator | None = None
+        self._zap: ZapHandler | None = None
         try:
             if isinstance(curve, CurveServer):
-                self._authenticator = Authenticator(context, curve.permitted, self._on_refused_key)
+                self._zap = ZapHandler(context, curve.permitted, self._on_refused_key)
             if curve is not None:
                 set_keys(self._socket, curve)
             if bind:
@@ -207,9 +206,9 @@ class Mailbox:
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
         """The sockets to poll for input: one for ``receive``, and others for ``connection_events``."""
-        if self._authenticator is None:
+        if self._zap is None:
             return (self._socket, self._monitor)
-        return (self._socket, self._monitor, self._authenticator.socket)
+        return (self._socket, self._monitor, self._zap.socket)
 
     def send(self, *messages: Message, target: str = "") -> bool:
         """Queue messages, in order; never blocks.
@@ -227,11 +226,7 @@ class Mailbox:
 
     def send_encoded(self, messages: Iterable[bytes], target: str) -> bool:
         """As ``send``."""
-        header = self._headers.get(target)
-        if header is None:
-            if len(self._headers) >= MAX_HEADERS:
-                self._headers.clear()
-            header = self._headers[target] = self._encoder.encode(Header(PROTOCOL_VERSION, self.incarnation, target))
+        header = self._encoder.encode(Header(PROTOCOL_VERSION, self.incarnation, target))
         return all(self._send(header, body, target) for body in _bodies(messages))
 
     def _send(self, header: bytes, body: bytes, target: str) -> bool:
@@ -275,10 +270,10 @@ class Mailbox:
         """
         envelopes: list[Envelope] = []
         num_frames = num_bytes = num_discarded = 0
-        self._has_unread = True
+        self.has_unread = True
         while max(num_frames, len(envelopes)) < limit and num_bytes < MAX_BATCH_BYTES and num_discarded < MAX_DISCARDED:
             if not zmq.zmq_poll(self._readable, 0):  # a tenth of the cost of the exception that receiving would raise
-                self._has_unread = False
+                self.has_unread = False
                 break
             try:
                 first = self._socket.recv(_NOBLOCK, copy=False) if self._is_bound else None
@@ -287,7 +282,7 @@ class Mailbox:
                 else:
                     frames = self._recv_unknown(first)
             except zmq.Again:
-                self._has_unread = False
+                self.has_unread = False
                 break
             if not frames:
                 num_discarded += 1
@@ -300,11 +295,6 @@ class Mailbox:
             self._routes = {peer: route for peer, route in self._routes.items() if peer in heard or is_known(peer)}
             self._most_routes = len(self._routes) + MAX_ROUTES
         return envelopes
-
-    @property
-    def has_unread(self) -> bool:
-        """Whether the last call of ``receive`` may have left something."""
-        return self._has_unread
 
     def discard_unread(self) -> None:
         """Drop what a connecting mailbox has read ahead. ZMQ keeps that when a connection breaks and is made again."""
@@ -326,7 +316,7 @@ class Mailbox:
     def _identity(self, first: zmq.Frame) -> bytes:
         """The identity of the connection, as the first frame says; empty if its key cannot have it."""
         identity = first.bytes
-        if self._authenticator is not None and not identity.startswith(str(first.get("User-Id")).encode()):
+        if self._zap is not None and not identity.startswith(str(first.get("User-Id")).encode()):
             return b""
         return identity
 
@@ -378,8 +368,8 @@ class Mailbox:
 
         A connecting mailbox without a connection dials again; this must be called every few seconds at least.
         """
-        if self._authenticator is not None:
-            self._authenticator.answer_all()
+        if self._zap is not None:
+            self._zap.answer_all()
         connected = disconnected = False
         failure = None
         for _ in range(MAX_EVENTS):
@@ -479,8 +469,8 @@ class Mailbox:
             return
         self._socket.disable_monitor()
         self._monitor.close(0)
-        if self._authenticator is not None:
-            self._authenticator.socket.close()
+        if self._zap is not None:
+            self._zap.socket.close()
         self._socket.close()
 
 

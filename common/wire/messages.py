@@ -14,7 +14,9 @@ from msgspec import Meta
 
 from common.cache.page_layout import PageLayout
 from common.config.lora import ADAPTER_NAME, adapter_id
+from common.config.shared import Role
 from common.errors import ErrorCode
+from common.finish_reason import Finish
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.stage_spans import StageSpan
 from common.wire.packed_logprobs import PackedLogprobs
@@ -31,7 +33,6 @@ Sentence = Annotated[str, Meta(max_length=512)]
 ShortText = Annotated[str, Meta(max_length=256)]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
-Role = Literal["prefill", "decode"]
 Coverage = Literal["off", "sampled", "all"]  # which pages travel with a checksum
 EndReason = Literal["aborted", "stopped", "finished", "continued"]  # why an attempt ends
 NumRanks = Annotated[int, Meta(ge=1, le=1_024)]
@@ -488,7 +489,7 @@ class Tokens(RequestMessage, frozen=True, gc=False, tag="tokens"):
     index: Count
     tokens: tuple[int, ...]
     logprobs: tuple[PackedLogprobs, ...] = ()  # of each of these tokens, or of none
-    finish: Literal["", "stop", "length"] = ""  # not empty: the last of these tokens ends the output
+    finish: Finish = ""  # not empty: the last of these tokens ends the output
     cached_tokens: Count = 0  # with index 0: prompt tokens that the prefill node had cached
     prompt_logprobs: tuple[PackedLogprobs, ...] = ()  # with index 0: from token ``prompt_logprobs_from`` on
 
@@ -532,7 +533,7 @@ class KeptOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     key: ShortText
     tokens: tuple[Count, ...]  # from the first on; empty if they cannot be continued
-    finish: Literal["", "stop", "length"] = ""
+    finish: Finish = ""
 
 
 class Found(Message, frozen=True, tag="found"):

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common import capacity
-from common.wire.messages import ClientLoad, Role
+from common.config.shared import Role
+from common.wire.messages import ClientLoad
 from gateway.advice.load_meter import LoadMeter, Objectives
 from gateway.advice.node_meter import NodeFigures, NodeMeter, StepModel
 from gateway.workers.registry import Worker

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.wire.messages import Heartbeat, Role
+from common.config.shared import Role
+from common.wire.messages import Heartbeat
 from gateway.workers.auto_roles import ARRIVING
 from gateway.workers.registry import Worker
 

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import ErrorCode, RequestError
 from gateway.http.access.request_checks import RequestChecks
-from gateway.http.errors import HttpError, anthropic_envelope, error_headers, openai_envelope
+from gateway.http.errors import HttpError, error_response
 from gateway.http.formatters.common import as_error
 from gateway.http.generate import GenerateApp
 from gateway.http.http_connection import REQUEST_ID
@@ -121,13 +121,10 @@ def make_app(
 
 
 def _handle_exceptions(app: FastAPI) -> None:
-    """Makes an answer of each exception, in the envelope of the path's API."""
+    """Makes an answer of each exception, in the form of the path's API."""
 
     def respond(request: Request, error: RequestError) -> Response:
-        request_id, headers = request.scope["state"].get(REQUEST_ID, ""), error_headers(error)
-        if not request.scope["path"].startswith(messages.PREFIX):
-            return JsonResponse(openai_envelope(error, request_id), error.status, headers)
-        return JsonResponse(anthropic_envelope(error, request_id), error.status, {**headers, "request-id": request_id})
+        return error_response(error, request.scope["path"], request.scope["state"].get(REQUEST_ID, ""))
 
     async def on_error(request: Request, error: Exception) -> Response:
         return respond(request, as_error(error))

@@ -1,15 +1,14 @@
-"""Errors of HTTP itself, and the envelopes in which the APIs send errors."""
+"""Errors of HTTP itself, and the answer to an error in the form of the path's API."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from common.errors import ErrorCode, RequestError
 from gateway.http.formatters.anthropic import anthropic_error
 from gateway.http.formatters.common import error_body
+from gateway.http.json_response import JsonResponse
 
-#: The body of an error: OpenAI's or Anthropic's form of an error, for the request with this id.
-Envelope = Callable[[RequestError, str], Any]
+#: Begins the paths of Anthropic's API.
+ANTHROPIC_PATHS = "/v1/messages"
 
 
 class HttpError(RequestError):
@@ -30,15 +29,19 @@ def too_large(max_bytes: int) -> RequestError:
     return RequestError(ErrorCode.BODY_TOO_LARGE, message)
 
 
-def openai_envelope(error: RequestError, request_id: str) -> Any:
-    return error_body(error)
+def api_headers(path: str, request_id: str) -> dict[str, str]:
+    """The headers of every answer of the path's API: Anthropic's clients read ``request-id``, not ``x-request-id``."""
+    return {"request-id": request_id} if path.startswith(ANTHROPIC_PATHS) else {}
 
 
-def anthropic_envelope(error: RequestError, request_id: str) -> Any:
-    return {**anthropic_error(error), "request_id": request_id}
+def error_response(error: RequestError, path: str, request_id: str) -> JsonResponse:
+    """The answer to a request that has failed, with the error's status and in the form of the path's API."""
+    is_anthropic = path.startswith(ANTHROPIC_PATHS)
+    body = {**anthropic_error(error), "request_id": request_id} if is_anthropic else error_body(error)
+    return JsonResponse(body, error.status, {**_error_headers(error), **api_headers(path, request_id)})
 
 
-def error_headers(error: RequestError) -> dict[str, str]:
+def _error_headers(error: RequestError) -> dict[str, str]:
     """The headers that belong to an error's status."""
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:

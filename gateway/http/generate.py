@@ -8,7 +8,7 @@ in flight, unless the request has a key by which the client may ask for them aga
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,13 +18,12 @@ from starlette.types import Receive, Scope, Send
 from common.errors import ErrorCode, RequestError
 from common.wire.messages import KeptOutput, Tokens
 from gateway.http.access.request_checks import RequestChecks
-from gateway.http.errors import Envelope, anthropic_envelope, error_headers, openai_envelope
+from gateway.http.errors import api_headers, error_response
 from gateway.http.formatters.anthropic import AnthropicFormatter
 from gateway.http.formatters.common import ResponseFormatter, as_error, ignored_header
 from gateway.http.formatters.native import NativeFormatter
 from gateway.http.formatters.openai import ChatFormatter, CompletionFormatter
 from gateway.http.http_connection import IDEMPOTENCY_KEY, REQUEST_ID, TRACEPARENT
-from gateway.http.json_response import JsonResponse
 from gateway.http.messages import MessagesApi
 from gateway.http.openapi.generated import (
     ChatCompletion,
@@ -37,8 +36,7 @@ from gateway.http.openapi.generated import (
     ResponseEvent,
 )
 from gateway.http.protocol.anthropic import MessagesRequest
-from gateway.http.protocol.decoding import decode_with_extras
-from gateway.http.protocol.fields import Strict
+from gateway.http.protocol.decoding import Strict, decode_with_extras
 from gateway.http.protocol.native import NativeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest
 from gateway.http.protocol.responses import ResponsesRequest
@@ -47,7 +45,7 @@ from gateway.http.retries import Retries, draws_seeds
 from gateway.http.services import Services
 from gateway.http.streaming import OutputEvents, TurnEnd, send_stream, send_whole
 from gateway.requests.admission.quotas import charge
-from gateway.requests.idempotency import KeyedRequest, RequestIdentity, with_key
+from gateway.requests.idempotency import KeyedRequest, RequestIdentity, identify, with_key
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.siblings.forwarding import ClientRequest, Siblings
@@ -66,8 +64,6 @@ class Endpoint:
         formatter: makes the formatter of a request from the model, the body and the id of the answer.
         id_prefix: begins the id of each answer.
         operation: its name in traces.
-        envelope: the form of errors.
-        repeats_request_id: answers carry ``x-request-id`` as ``request-id`` too, as Anthropic's clients know it.
         answer, event, summary: for the API's description: the types of the answer and of the events of a stream.
         has_typed_events: an error and the end of a stream are events of this type too. Otherwise an error is an event
             of its own, and the last event is ``[DONE]``.
@@ -80,8 +76,6 @@ class Endpoint:
     formatter: Callable[[ServedModel, Any, str], ResponseFormatter]
     id_prefix: str
     operation: str = "chat"
-    envelope: Envelope = openai_envelope
-    repeats_request_id: bool = False
     answer: Any
     event: Any
     has_typed_events: bool = False
@@ -121,8 +115,6 @@ def make_endpoints(services: Services) -> list[Endpoint]:
             process=messages.process,
             formatter=AnthropicFormatter,
             id_prefix="msg_",
-            envelope=anthropic_envelope,
-            repeats_request_id=True,
             answer=Message,
             event=MessageEvent,
             has_typed_events=True,
@@ -194,36 +186,26 @@ class GenerateApp:
             tenant, body = await self._checks.admit(scope, receive)
             await self._generate(body, tenant, scope, send)
         except Exception as error:  # before the answer has begun: a stream sends its later errors itself
-            await self._refusal(as_error(error), scope)(scope, receive, send)
+            await error_response(as_error(error), self.path, scope["state"][REQUEST_ID])(scope, receive, send)
             if not isinstance(error, RequestError):
                 raise  # to the log
 
-    def _refusal(self, error: RequestError, scope: Scope) -> JsonResponse:
-        envelope = self.endpoint.envelope(error, scope["state"][REQUEST_ID])
-        return JsonResponse(envelope, error.status, {**error_headers(error), **self._own_headers(scope)})
-
-    def _own_headers(self, scope: Scope) -> dict[str, str]:
-        """The headers that all answers of this API have."""
-        return {"request-id": scope["state"][REQUEST_ID]} if self.endpoint.repeats_request_id else {}
-
     async def _generate(self, data: bytes, tenant: str, scope: Scope, send: Send) -> None:
-        """Answers one request: decodes its body, sends its outputs to the nodes, and formats what they return.
+        """Answers one request: decodes its body, sends its outputs to the nodes, and writes what they return.
 
-        Outputs that have not ended when this ends are aborted, or go on for a grace if they have a key. Refusals are
-        counted by model; the empty name stands for requests that name no served model.
+        Refusals are counted by model; the empty name stands for requests that name no served model.
         """
-        services, endpoint = self._services, self.endpoint
+        services = self._services
         siblings, request = services.siblings, None
         arrived_at = services.clock.now()
         model_name = ""
         try:
             body: Any
-            body, ignored = decode_with_extras(endpoint.body, data, are_refused=services.config.strict_fields)
-            model = services.inputs.model(body.model)
+            body, ignored = decode_with_extras(self.endpoint.body, data, are_refused=services.config.strict_fields)
+            model = services.models.named(body.model)
             model_name = model.name
-            identity: RequestIdentity | None = None
-            if IDEMPOTENCY_KEY in scope["state"] or getattr(body, "rid", None):
-                identity = self._retries.identity(scope["state"], self.path, data, body, tenant)
+            key, rid = scope["state"].get(IDEMPOTENCY_KEY), getattr(body, "rid", None)
+            identity = None if key is None and not rid else identify(self.path, data, tenant, key, rid)
             if siblings is not None:
                 request = ClientRequest(scope, data, send, body.deadline_ms)
                 if await self._is_passed_home(siblings, tenant, identity, request):
@@ -238,12 +220,25 @@ class GenerateApp:
                     return
             services.metrics.rejected(model_name, error)
             raise
-        streams = answer.streams
+        if body.priority is not None and not services.priorities.is_enabled:
+            ignored = ("priority", *ignored)
+        await self._write(answer, model, body, ignored, scope, send)
+
+    async def _write(
+        self, answer: _Answer, model: ServedModel, body: Any, ignored: Sequence[str], scope: Scope, send: Send
+    ) -> None:
+        """Writes the outputs of an answer, formatted, while they come or when all have ended.
+
+        Outputs that have not ended when this ends are aborted, or go on for a grace if they have a key.
+
+        Args:
+            ignored: fields of the body that had no effect.
+        """
+        services, streams = self._services, answer.streams
         try:
-            formatter = endpoint.formatter(model, body, answer.answer_id)
-            is_priority_ignored = body.priority is not None and not services.priorities.is_enabled
-            headers = self._own_headers(scope)
-            headers |= ignored_header(("priority", *ignored) if is_priority_ignored else ignored)
+            formatter = self.endpoint.formatter(model, body, answer.answer_id)
+            headers = api_headers(self.path, scope["state"][REQUEST_ID])
+            headers |= ignored_header(ignored)
             if streams[0].trace is not None:
                 headers["traceparent"] = streams[0].trace.traceparent
             if answer.is_retry:

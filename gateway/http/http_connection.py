@@ -24,8 +24,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from common.errors import RequestError
-from gateway.http.errors import HttpError, openai_envelope
-from gateway.http.formatters.common import encode_json
+from gateway.http.errors import HttpError
+from gateway.http.formatters.common import encode_json, error_body
 from gateway.http.request_cycle import STALL_S, ConnectionOptions, RequestCycle, http_date
 from gateway.siblings.connection import BUFFER_BYTES, is_same_user
 
@@ -59,6 +59,7 @@ class HttpConnection(HttpToolsProtocol):
 
     Attributes:
         options: the limits of this connection.
+        content_length: of the request in progress, as its headers say; None without one.
     """
 
     cycle: RequestCycle | None  # type: ignore[assignment]  # not one of uvicorn's
@@ -78,7 +79,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_unparsed = 0  # bytes since the parser last found something
         self._request_id = b""
-        self._content_length: int | None = None
+        self.content_length: int | None = None
         self._host: bytes | None = None
         self._refusal: RequestError | None = None
 
@@ -183,7 +184,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_discarding = True
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
-            body = encode_json(openai_envelope(error, ""))
+            body = encode_json(error_body(error))
             head = _head(error.status, self.request_id, len(body))
             self.transport.write(head + body)
             if self.transport.can_write_eof():
@@ -200,7 +201,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_unparsed = 0
         self._request_id = b""
-        self._content_length = None
+        self.content_length = None
         self._host = None
 
     def on_url(self, url: bytes) -> None:
@@ -223,7 +224,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _read_header(self, name: bytes, value: bytes) -> None:
         if name == b"content-length":
-            self._content_length = int(value)
+            self.content_length = int(value)
         elif name == b"x-request-id":
             if _REQUEST_ID.fullmatch(value):
                 self._request_id = value
@@ -332,10 +333,6 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self._active.keep_alive = False
             self._pipelined.clear()
-
-    @property
-    def content_length(self) -> int | None:
-        return self._content_length
 
     @property
     def request_id(self) -> bytes:

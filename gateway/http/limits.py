@@ -26,7 +26,7 @@ async def check_weight(body: bytes, max_values: int) -> None:
 
     Raises RequestError: there are too many.
     """
-    counter = Counter()
+    counter = ValueCounter()
     start = 0
     while start < len(body):
         piece = body[start : start + PIECE_BYTES]
@@ -41,7 +41,7 @@ async def check_weight(body: bytes, max_values: int) -> None:
         await asyncio.sleep(0)
 
 
-class Counter:
+class ValueCounter:
     """Counts of the part of a body seen so far.
 
     Attributes:

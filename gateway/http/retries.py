@@ -6,17 +6,15 @@ nodes are asked for its outputs so far, which are then continued like those of a
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from common.clock import Clock
 from common.wire.messages import KeptOutput
-from gateway.http.http_connection import IDEMPOTENCY_KEY
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams
 from gateway.http.streaming import OutputEvents
 from gateway.metrics.collectors import Metrics
 from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.idempotency import IdempotencyStore, KeyedRequest, RequestIdentity, identify
+from gateway.requests.idempotency import IdempotencyStore, KeyedRequest, RequestIdentity
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.control_plane import ControlPlane
@@ -25,22 +23,6 @@ from gateway.workers.served_models import ServedModel
 #: Nodes that do not say in time which requests they know are taken to know none. A node that has lost its core for
 #: some time still answers; only while a node hangs do requests with a key wait so long.
 FIND_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AnswerReader:
-    """The answer of one HTTP request, which its task writes."""
-
-    events: OutputEvents
-    task: "asyncio.Task[Any] | None" = field(default_factory=asyncio.current_task)
-
-    def wake(self, stream: OutputStream) -> None:
-        self.events.wake(stream)
-
-    def end(self) -> None:
-        """Ends the answer and its connection, which is presumed dead since its client has asked again."""
-        if self.task is not None:
-            self.task.cancel()
 
 
 class Retries:
@@ -61,11 +43,6 @@ class Retries:
         self._clock = clock
         self._grace_s = grace_s
 
-    @staticmethod
-    def identity(state: dict[str, Any], path: str, data: bytes, body: Any, tenant: str) -> RequestIdentity:
-        """The identity of a request with a header ``Idempotency-Key`` or a ``rid``. Raises RequestError."""
-        return identify(path, data, tenant, state.get(IDEMPOTENCY_KEY), getattr(body, "rid", None))
-
     def attach(self, identity: RequestIdentity, events: OutputEvents) -> KeyedRequest | None:
         """Gives the outputs of the request that this one repeats to a new answer; None if it repeats none.
 
@@ -74,9 +51,7 @@ class Retries:
         request = self._store.find(identity, self._clock.now())
         if request is not None:
             self._metrics.retried(request.streams[0].request.model, is_ended=request.is_ended)
-            previous = request.attach(AnswerReader(events))
-            if isinstance(previous, AnswerReader):
-                previous.end()
+            request.attach(events)
         return request
 
     async def take_over(self, model: ServedModel, requests: Sequence[GenerateRequest]) -> dict[str, KeptOutput]:
@@ -100,7 +75,7 @@ class Retries:
 
     def begin(self, identity: RequestIdentity, answer_id: str, events: OutputEvents) -> KeyedRequest:
         """A new request with a key, for the answer of this task."""
-        return self._store.begin(identity, answer_id, AnswerReader(events))
+        return KeyedRequest(identity, answer_id, self._store, events)
 
     def add(self, request: KeyedRequest, streams: list[OutputStream]) -> None:
         """Makes a request known by its key, once its outputs are sent."""
@@ -109,10 +84,8 @@ class Retries:
 
     def leave(self, request: KeyedRequest, events: OutputEvents) -> None:
         """An answer is over. Outputs in flight go on for the grace, unless another answer has taken them over."""
-        reader = request.reader
-        if not isinstance(reader, AnswerReader) or reader.events is not events:
+        if not request.detach(events):
             return
-        request.detach(reader)
         if request.has_failed or not self._grace_s:
             self._abort(request, request.num_readers)
         elif not request.is_ended:

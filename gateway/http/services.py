@@ -18,14 +18,14 @@ from gateway.text.tokenizer import AsyncTokenizer
 from gateway.tracing.timelines import Timelines
 from gateway.tracing.tracer import Tracer
 from gateway.workers.control_plane import ControlPlane
-from gateway.workers.served_models import ServedModel
+from gateway.workers.served_models import ServedModels
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
     config: GatewayConfig
     clock: Clock
-    models: tuple[ServedModel, ...]  # the first is the default
+    models: ServedModels
     tokenizer: AsyncTokenizer
     inputs: InputProcessor
     responses: ResponseStore
@@ -46,9 +46,3 @@ def baton_version() -> str:
         return version("baton")
     except PackageNotFoundError:
         return "0+unknown"
-
-
-def context_length(model: ServedModel) -> int | None:
-    """Maximum tokens of prompt and output together; None while no requests are accepted."""
-    limits = model.pool.registry.accepted
-    return limits.context_length if limits else None

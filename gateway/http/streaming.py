@@ -38,7 +38,7 @@ class DirectWriter(NamedTuple):
 
 
 class OutputEvents:
-    """Collects the outputs of one HTTP request that have something new.
+    """Collects the outputs of one HTTP request that have something new, for the task that makes this.
 
     An output is paused when more than ``max_unread`` of its tokens wait for the client to read, and goes on when at
     most half of that waits. An alternative at a token counts as much as a token.
@@ -58,6 +58,12 @@ class OutputEvents:
         self._changed: dict[int, OutputStream] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._writer: DirectWriter | None = None
+        self._task = asyncio.current_task()
+
+    def end(self) -> None:
+        """Ends the answer and its connection, which is presumed dead since its client has asked again."""
+        if self._task is not None:
+            self._task.cancel()
 
     def wake(self, stream: OutputStream) -> None:
         if self._only_ends and not stream.is_ended:

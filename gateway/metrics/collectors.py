@@ -4,16 +4,18 @@ from collections import Counter as Totals
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from common.errors import RECOVERABLE, ErrorCode, RequestError
+from common.errors import RECOVERABLE, RequestError
 from common.metrics.node_series import NodeState, node_families
 from common.metrics.series import LabelledCounter, LabelledHistogram
+from common.wire.mailbox import Mailbox
 from gateway.metrics.queue_metrics import SECONDS, QueueMetrics
+from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.output_processor import TIMINGS, OutputStream
+from gateway.tracing.otlp import OtlpExporter
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
 
@@ -55,29 +57,25 @@ class MetricTotals:
     num_waiting: int
 
 
-class ExportTotals(Protocol):
-    num_exported: int
-    num_dropped: int
-
-
-class RecoveryTotals(Protocol):
-    """Further attempts at requests, by model and cause."""
-
-    @property
-    def recoveries(self) -> Totals[tuple[str, ErrorCode]]: ...
-
-
-class MailboxCounts(Protocol):
-    """What the mailbox of the control plane has turned away, by reason."""
-
-    dropped: Totals[str]
-    refused: Totals[str]
-
-
 class Metrics:
+    """All series of a gateway.
+
+    Args:
+        mailbox: of the control plane.
+        exporter: of traces; None without one.
+    """
+
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, pools: Sequence[WorkerPool], mailbox: MailboxCounts, *, starvation_bound_s: float) -> None:
+    def __init__(
+        self,
+        pools: Sequence[WorkerPool],
+        mailbox: Mailbox,
+        dispatcher: Dispatcher,
+        exporter: OtlpExporter | None = None,
+        *,
+        starvation_bound_s: float,
+    ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of series
         self._registry = registry = CollectorRegistry()
         self._pools = pools
@@ -125,6 +123,9 @@ class Metrics:
                 self._stages.of(pool.model, stage)
         self._waits = QueueMetrics(pools, registry, starvation_bound_s=starvation_bound_s)
         registry.register(_NodeCollector(pools, mailbox))
+        registry.register(_RecoveryCollector(pools, dispatcher))
+        if exporter is not None:
+            registry.register(_ExportCollector(exporter))
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -200,21 +201,13 @@ class Metrics:
             num_waiting=num_waiting,
         )
 
-    def count_exported(self, exporter: ExportTotals) -> None:
-        """Shows how many requests an exporter of traces has exported and dropped."""
-        self._registry.register(_ExportCollector(exporter))
-
-    def count_recoveries(self, dispatcher: RecoveryTotals) -> None:
-        """Shows how many further attempts a dispatcher has made."""
-        self._registry.register(_RecoveryCollector(self._pools, dispatcher))
-
     def text(self) -> bytes:
         self._count_ended()
         return generate_latest(self._registry)
 
 
 class _RecoveryCollector:
-    def __init__(self, pools: Sequence[WorkerPool], dispatcher: RecoveryTotals) -> None:
+    def __init__(self, pools: Sequence[WorkerPool], dispatcher: Dispatcher) -> None:
         self._pools = pools
         self._dispatcher = dispatcher
 
@@ -236,7 +229,7 @@ class _RecoveryCollector:
 
 
 class _ExportCollector:
-    def __init__(self, exporter: ExportTotals) -> None:
+    def __init__(self, exporter: OtlpExporter) -> None:
         self._exporter = exporter
 
     def collect(self) -> Iterator[Metric]:
@@ -253,7 +246,7 @@ class _ExportCollector:
 class _NodeCollector:
     """Shows the nodes' series, from their last heartbeats."""
 
-    def __init__(self, pools: Sequence[WorkerPool], mailbox: MailboxCounts) -> None:
+    def __init__(self, pools: Sequence[WorkerPool], mailbox: Mailbox) -> None:
         self._pools = pools
         self._mailbox = mailbox
 

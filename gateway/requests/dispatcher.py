@@ -147,13 +147,13 @@ class Dispatcher:
         if not is_idle and (refusal := refusal_by_deadline(pool, streams[0], self._streams(pool), now)):
             self._refuse(streams[0], refusal, now)
         self._admit(pool, streams, now)
-        siblings: dict[int, WorkerPair] = {}
+        pairs: dict[int, WorkerPair] = {}
         flights: list[InFlightRequest] = []
         for stream in streams:
             request = stream.request
             left_s = max(request.timeout_s - (now - stream.started_at), 0.001)
             timer = self._timers.call_later(left_s, self._on_deadline, request.rid)
-            flight = InFlightRequest(stream, pool, timer, siblings)
+            flight = InFlightRequest(stream, pool, timer, pairs)
             flights.append(flight)
             self._in_flight[request.rid] = flight
         num_able = min(self._capacity(pool), len(flights)) if is_idle else 0
@@ -287,7 +287,7 @@ class Dispatcher:
         """Chooses the pair of a request, which is sent next; False if no page pool is large enough."""
         stream, pool, request = flight.stream, flight.pool, flight.stream.request
         if flight.recovery is None and not stream.ids:
-            pair = self._choose(pool, request, flight.siblings.get(request.prompt_number), now)
+            pair = self._choose(pool, request, flight.pairs.get(request.prompt_number), now)
         else:
             pair = choose_next_pair(pool, stream, flight.recovery, now)
         if pair is None:
@@ -326,16 +326,18 @@ class Dispatcher:
                 self._tell_paused(flight)
 
     @staticmethod
-    def _choose(
-        pool: WorkerPool, request: GenerateRequest, siblings: WorkerPair | None, now: float
-    ) -> WorkerPair | None:
-        """The pair of another sample of the same prompt if there is one, or the best pair."""
+    def _choose(pool: WorkerPool, request: GenerateRequest, known: WorkerPair | None, now: float) -> WorkerPair | None:
+        """The best pair for a request.
+
+        Args:
+            known: the pair of another sample of its prompt, which is chosen again if it still can take one.
+        """
         prefills, decodes = pool.registry.prefills, pool.registry.decodes
         if request.adapter:
             prefills, decodes = pool.registry.able(request.adapter)
         num_new, num_expected = request.sampling.max_new_tokens, request.expected_output
-        if siblings is not None:
-            pair = pool.router.choose_again(siblings, prefills, decodes, num_new=num_new, num_expected=num_expected)
+        if known is not None:
+            pair = pool.router.choose_again(known, prefills, decodes, num_new=num_new, num_expected=num_expected)
             if pair is not None:
                 return pair
         return pool.router.choose(

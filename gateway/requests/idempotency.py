@@ -6,7 +6,6 @@ answer can be written again from its first token. An output that failed is not k
 """
 
 import hashlib
-from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +15,7 @@ import msgspec
 from common.errors import ErrorCode, RequestError
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
+from gateway.requests.tenant_cache import TenantCache
 
 MAX_KEY_LENGTH = 255
 #: Bytes that are counted for one token of a prompt, for one of an output with its piece of text, for each output
@@ -93,6 +93,10 @@ class Reader(Protocol):
 
     def wake(self, stream: OutputStream) -> None: ...
 
+    def end(self) -> None:
+        """Ends the answer, since its client has asked again."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class KeyedRequest:
@@ -107,8 +111,8 @@ class KeyedRequest:
     identity: RequestIdentity
     answer_id: str
     store: "IdempotencyStore"
-    reader: Reader | None = None
-    num_readers: int = 0
+    reader: Reader | None
+    num_readers: int = 1
     streams: list[OutputStream] = field(default_factory=list)
 
     @property
@@ -130,15 +134,16 @@ class KeyedRequest:
         if self.reader is not None:
             self.reader.wake(stream)
 
-    def attach(self, reader: Reader) -> Reader | None:
-        """Gives the outputs to another reader, from their beginning. Returns the reader that they are taken from."""
+    def attach(self, reader: Reader) -> None:
+        """Gives the outputs to another reader, from their beginning, and ends the answer that had them."""
         previous, self.reader = self.reader, reader
         self.num_readers += 1
         for stream in self.streams:
             stream.rewind()
             if stream.ids or stream.is_ended:
                 reader.wake(stream)
-        return previous
+        if previous is not None:
+            previous.end()
 
     def detach(self, reader: Reader) -> bool:
         """Lets a reader go; False if another one has taken the outputs over."""
@@ -149,10 +154,8 @@ class KeyedRequest:
 
 
 class IdempotencyStore:
-    """Requests with keys, by tenant and key.
-
-    Those in flight are all known. Those that have ended are kept within limits: if there are too many, the tenant whose
-    outputs take the most bytes loses its oldest, so that no tenant displaces the outputs of the others.
+    """Requests with keys, by tenant and key. Those in flight are all known, those that have ended as a ``TenantCache``
+    keeps them.
 
     Args:
         max_results: 0 keeps no output that has ended.
@@ -160,29 +163,26 @@ class IdempotencyStore:
     """
 
     def __init__(self, *, max_results: int, max_bytes: int, max_age_s: float) -> None:
-        self._max_results = max_results
-        self._max_bytes = max_bytes
-        self._max_age_s = max_age_s
         self._in_flight: dict[Index, KeyedRequest] = {}
-        self._kept: OrderedDict[Index, tuple[KeyedRequest, int]] = OrderedDict()  # with its bytes, the oldest first
-        self._num_bytes: Counter[str] = Counter()  # by tenant
+        self._ended: TenantCache[Index, KeyedRequest] = TenantCache(
+            max_values=max_results, max_bytes=max_bytes, max_age_s=max_age_s
+        )
 
     def __len__(self) -> int:
-        return len(self._in_flight) + len(self._kept)
+        return len(self._in_flight) + len(self._ended)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the outputs that have ended."""
-        return self._num_bytes.total()
+        return self._ended.num_bytes
 
     def find(self, identity: RequestIdentity, now: float) -> KeyedRequest | None:
         """The request that this one repeats; None if it is new.
 
         Raises RequestError: another request has the same ``Idempotency-Key``.
         """
-        self._expire(now)
-        index = identity.index
-        known = self._in_flight.get(index) or self._kept.get(index, (None,))[0]
+        self._ended.expire(now)
+        known = self._in_flight.get(identity.index) or self._ended.get(identity.index)
         if known is None or known.identity == identity:
             return known
         if not identity.is_rid:
@@ -193,14 +193,10 @@ class IdempotencyStore:
             raise RequestError(ErrorCode.IDEMPOTENCY_KEY_REUSED, message)
         return None  # the dispatcher refuses an id that is in flight
 
-    def begin(self, identity: RequestIdentity, answer_id: str, reader: Reader) -> KeyedRequest:
-        """A new request, which is found after ``add``."""
-        return KeyedRequest(identity, answer_id, self, reader, 1)
-
     def add(self, request: KeyedRequest) -> None:
         """Makes a request known whose outputs have been sent to nodes, or wait."""
         if not request.has_failed:
-            self._drop(request.identity.index)  # an ended request of the same rid
+            self._ended.drop(request.identity.index)  # an ended request of the same rid
             self._in_flight[request.identity.index] = request
             self.on_output_ended(request)  # if the nodes had all of its outputs
 
@@ -211,36 +207,14 @@ class IdempotencyStore:
             return
         del self._in_flight[index]
         num_bytes = request.num_bytes
-        if request.has_failed or not self._max_results or num_bytes > self._max_bytes:
-            return
-        self._kept[index] = request, num_bytes
-        self._num_bytes[index[0]] += num_bytes
-        while len(self._kept) > self._max_results or self.num_bytes > self._max_bytes:
-            heaviest = max(self._num_bytes, key=lambda tenant: self._num_bytes[tenant])
-            self._drop(next(key for key in self._kept if key[0] == heaviest))
+        if not request.has_failed and self._ended.fits(num_bytes):
+            self._ended.add(index, request, num_bytes, max(stream.ended_at for stream in request.streams))
+            self._ended.shrink()
 
     def check(self) -> None:
         """Recounts the bytes. Raises AssertionError."""
-        counted: Counter[str] = Counter()
-        for (tenant, _, _), (_, num_bytes) in self._kept.items():
-            counted[tenant] += num_bytes
-        assert counted == self._num_bytes, (counted, self._num_bytes)
-        assert len(self._kept) <= self._max_results
-        assert self.num_bytes <= self._max_bytes
-        assert not self._in_flight.keys() & self._kept.keys()
-
-    def _expire(self, now: float) -> None:
-        while self._kept:
-            index, (request, _) = next(iter(self._kept.items()))
-            if now - max(stream.ended_at for stream in request.streams) <= self._max_age_s:
-                return
-            self._drop(index)
-
-    def _drop(self, index: Index) -> None:
-        _, num_bytes = self._kept.pop(index, (None, 0))
-        self._num_bytes[index[0]] -= num_bytes
-        if not self._num_bytes[index[0]]:
-            del self._num_bytes[index[0]]
+        self._ended.check()
+        assert not any(index in self._in_flight for index in self._ended)
 
 
 def _num_bytes(stream: OutputStream) -> int:

@@ -22,7 +22,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
     """Gateway state of one in-flight request.
 
     Attributes:
-        siblings: pairs chosen for the outputs of the same HTTP request, by prompt number.
+        pairs: chosen for the outputs of the same HTTP request, by prompt number; these outputs share it.
         queued: the request as the queue knows it; None if it never waited and its service is not accounted.
         pair, nodes: None and empty while it waits. Only ``InFlightTable.place`` sets the nodes.
         attempt: nodes know the request by this number and its rid.
@@ -42,7 +42,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
     stream: OutputStream
     pool: WorkerPool
     timer: Timer
-    siblings: dict[int, WorkerPair]
+    pairs: dict[int, WorkerPair]
     queued: Request | None = None
     pair: WorkerPair | None = None
     nodes: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
     def begin_attempt(self, pair: WorkerPair, nodes: Sequence[Worker], attempt: int, now: float) -> None:
         """Notes that an attempt is sent to a pair, which has these nodes."""
         stream = self.stream
-        self.siblings[stream.request.prompt_number] = self.pair = pair
+        self.pairs[stream.request.prompt_number] = self.pair = pair
         self.attempt, self.began_at = attempt, now
         self.num_continued = len(stream.ids)
         self.is_prefill_counted = True
@@ -134,7 +134,7 @@ def message_key(flight: InFlightRequest) -> tuple[Any, ...]:
     """Equal for the samples of one prompt that one message can carry."""
     request = flight.stream.request
     continued = flight.attempt if flight.stream.ids else 0
-    return id(flight.siblings), request.prompt_number, flight.nodes, request.priority, request.priority_class, continued
+    return id(flight.pairs), request.prompt_number, flight.nodes, request.priority, request.priority_class, continued
 
 
 class InFlightTable(dict[str, InFlightRequest]):

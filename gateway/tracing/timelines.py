@@ -4,7 +4,6 @@ All instants are by the gateway's clock. Spans of nodes are moved into it by the
 came (``gateway.workers.clock_offset``).
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -210,49 +209,3 @@ class Timelines:
     def since(self, instant: float, limit: int, scope: str | None = None) -> list[Timeline]:
         """The newest timelines of outputs that were in flight at this instant or later, newest first."""
         return list(islice((one for one in self.newest(scope) if not one.ended_at or one.ended_at >= instant), limit))
-
-
-def summary_of(timeline: Timeline, now: float, unix_now: float) -> dict[str, Any]:
-    """One entry of ``GET /v1/requests``."""
-    return {
-        "rid": timeline.rid,
-        "model": timeline.model,
-        "status": timeline.status,
-        "started_at": unix_now - (now - timeline.started_at),
-        "duration_s": timeline.end_at(now) - timeline.started_at,
-        "ttft_s": timeline.first_at - timeline.started_at if timeline.first_at else None,
-        "prompt_tokens": timeline.prompt_tokens,
-        "cached_tokens": timeline.cached_tokens,
-        "output_tokens": timeline.output_tokens,
-        "num_attempts": timeline.num_attempts,
-        "prefill": timeline.prefill or None,
-        "decode": timeline.decode or None,
-    }
-
-
-def waterfall(timeline: Timeline, now: float, unix_now: float) -> dict[str, Any]:
-    """The answer of ``GET /v1/requests/{rid}/timeline``."""
-    return {
-        "rid": timeline.rid,
-        "trace_id": timeline.trace_id,
-        "started_at": unix_now - (now - timeline.started_at),
-        "duration_s": timeline.end_at(now) - timeline.started_at,
-        "status": timeline.status,
-        "num_attempts": timeline.num_attempts,
-        "prefill": timeline.prefill or None,
-        "decode": timeline.decode or None,
-        "clocks": {
-            name: {"offset_s": clock.offset_s, "error_s": clock.error_s if math.isfinite(clock.error_s) else None}
-            for name, clock in timeline.clocks(now).items()
-        },
-        "spans": [
-            {
-                "name": span.name,
-                "process": span.process,
-                "start_s": span.start_at - timeline.started_at,
-                "duration_s": span.duration_s,
-                "attributes": span.attributes,
-            }
-            for span in timeline.spans(now)
-        ],
-    }

@@ -1,14 +1,10 @@
 """Decides which requests belong to a trace, and which traces are exported."""
 
 import secrets
-from typing import Protocol
 
+from gateway.tracing.otlp import OtlpExporter
 from gateway.tracing.timelines import Timeline
 from gateway.tracing.trace_context import TraceContext, parse_traceparent, trace_id_of
-
-
-class Exporter(Protocol):
-    def submit(self, timeline: Timeline) -> None: ...
 
 
 class Tracer:
@@ -23,7 +19,7 @@ class Tracer:
         is_sampling: some requests without a ``traceparent`` are sampled.
     """
 
-    def __init__(self, exporter: Exporter | None, sample_rate: float) -> None:
+    def __init__(self, exporter: OtlpExporter | None, sample_rate: float) -> None:
         self._exporter = exporter
         self._threshold = 0 if exporter is None else int(sample_rate * (1 << 64))
         self.is_sampling = self._threshold > 0

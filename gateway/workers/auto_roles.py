@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.wire.messages import Role
+from common.config.shared import Role
 from gateway.workers.registry import Worker
 from gateway.workers.routing.router import Router
 

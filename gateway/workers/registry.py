@@ -14,8 +14,9 @@ from typing import NamedTuple
 import msgspec
 
 from common.cache.page_layout import layout_conflict, ranks_conflict
+from common.config.shared import Role
 from common.errors import ErrorCode, RequestError
-from common.wire.messages import MAX_SECONDS, Adapter, Heartbeat, PairState, Peer, Refused, Register, Registered, Role
+from common.wire.messages import MAX_SECONDS, Adapter, Heartbeat, PairState, Peer, Refused, Register, Registered
 from gateway.workers.clock_offset import ClockOffset
 from gateway.workers.routing.candidates import can_pair
 from gateway.workers.routing.pair_health import PairHealth, PairKey

@@ -9,8 +9,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from common.config.shared import Role
 from common.errors import ErrorCode, RequestError
-from common.wire.messages import ChangeRole, Done, Role
+from common.wire.messages import ChangeRole, Done
 from gateway.workers.auto_roles import RoleDecision, load_of
 from gateway.workers.pool import WorkerPool, WorkerPools
 from gateway.workers.registry import Worker

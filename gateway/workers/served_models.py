@@ -1,11 +1,12 @@
 """The served models: their tokenizer files, chat templates, output length predictors and nodes."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.config.gateway import GatewayConfig, also_served
+from common.errors import ErrorCode, RequestError
 from common.model_folder import find_model, find_tokenizer, tokenizer_digest
 from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.text.chat_template import ChatTemplate
@@ -41,6 +42,81 @@ class ServedModel:
     def asked_name(self) -> str:
         """The name by which a request asked for it, which answers repeat."""
         return self.adapter.rpartition("@")[0] or self.name
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its nodes can serve a request."""
+        return self.pool.registry.is_ready
+
+    @property
+    def context_length(self) -> int | None:
+        """Maximum tokens of prompt and output together; None while no requests are accepted."""
+        limits = self.pool.registry.accepted
+        return limits.context_length if limits else None
+
+
+class ServedModels:
+    """The served models in the order in which they were given.
+
+    Attributes:
+        default: the model of requests that name none; the first.
+    """
+
+    def __init__(self, models: Mapping[str, ServedModel]) -> None:
+        self._by_name = models
+        self.default = next(iter(models.values()))
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._by_name.values())
+
+    def __getitem__(self, name: str) -> ServedModel:
+        return self._by_name[name]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request for one of them can be served."""
+        return any(model.is_ready for model in self)
+
+    def base(self, name: str | None, param: str) -> ServedModel:
+        """The model with this name, or the default.
+
+        Args:
+            param: the field that has the name.
+
+        Raises:
+            RequestError: the gateway does not serve it.
+        """
+        model = self.default if name is None else self._by_name.get(name)
+        if model is None:
+            raise self._unknown(name or "", self._by_name, param)
+        return model
+
+    def named(self, name: str | None) -> ServedModel:
+        """The model with this name, which may be that of a LoRA adapter, or the default.
+
+        Raises:
+            RequestError: the gateway does not serve it, or no nodes that can serve a request together have the same
+                adapter of this name.
+        """
+        if name is None:
+            return self.default
+        model = self._by_name.get(name)
+        if model is not None:
+            return model
+        for model in self:
+            if name in model.pool.registry.adapters:
+                return replace(model, adapter=model.pool.registry.adapters[name])
+        for model in self:
+            if error := model.pool.registry.refuse_adapter(name):
+                raise error
+        adapters = [adapter for known in self for adapter in known.pool.registry.adapters]
+        raise self._unknown(name, [*self._by_name, *adapters], "model")
+
+    @staticmethod
+    def _unknown(name: str, served: Iterable[str], param: str) -> RequestError:
+        known = ", ".join(map(repr, served))
+        message = f"{param}: the model {name[:200]!r} does not exist here; the served models are {known}"
+        return RequestError(ErrorCode.MODEL_NOT_FOUND, message, param=param)
 
 
 def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str, ServedModel]:

@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 from common.cache.page_layout import PageLayout
-from common.config.batching import Batching, check_batching, parse_window_ratio
-from common.config.gateway import GatewayConfig, Routing, check_auto_roles
+from common.config.batching import BatchingOptions, check_batching, parse_window_ratio
+from common.config.gateway import GatewayConfig, RoutingOptions, check_auto_roles
 from common.config.node import NodeConfig
 from common.config.options import check_unset, flag_of, option, options_of
 from common.config.scheduling import SchedulingOptions, check_scheduling
@@ -172,7 +172,15 @@ class _Outputs:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(
-    _Outputs, _Calibration, _Planning, _Faults, LoadOptions, Batching, SchedulingOptions, Routing, _Service
+    _Outputs,
+    _Calibration,
+    _Planning,
+    _Faults,
+    LoadOptions,
+    BatchingOptions,
+    SchedulingOptions,
+    RoutingOptions,
+    _Service,
 ):
     ENV_PREFIX: ClassVar[str] = "BATON_SIMULATE_"
 

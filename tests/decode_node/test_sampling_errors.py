@@ -7,8 +7,9 @@ from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.policies.factory import make_ordering
+from common.scheduling.prefill_adder import SamplingFailed
 from common.step_plan import StepPlan, StepResult
-from decode_node.scheduler import DecodeLimits, DecodeScheduler, Sampled, SamplingFailed
+from decode_node.scheduler import DecodeLimits, DecodeScheduler, Sampled
 
 
 def make_scheduler() -> tuple[DecodeScheduler, PageAllocator]:

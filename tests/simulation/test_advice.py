@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.config.cli import parse
-from common.wire.messages import Role
+from common.config.shared import Role
 from gateway.advice.advisor import ROLES, Advice
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig

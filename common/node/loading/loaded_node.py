@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from common.config.node import NodeConfig
-from common.config.shared import Role as RoleName
+from common.config.shared import Role
 from common.discovery.gateway_directory import GatewayDirectory
 from common.errors import BatonError, ConfigError, ErrorCode
 from common.model_folder import tokenizer_digest
@@ -23,7 +23,7 @@ from common.node.monitoring.http_server import HttpServer, address_of
 from common.node.monitoring.metrics import Identity, NodeMetrics
 from common.node.recording.recorder import RecordedRole, RecordedTransports
 from common.node.recording.start import start_recording
-from common.node.role import Role
+from common.node.role import NodeRole
 from common.node.worker_context import WorkerContext
 from common.wire.address import in_url
 from common.wire.curve import CurveKeys
@@ -47,7 +47,7 @@ class RoleFactory:
     """
 
     open_transports: Callable[[WorkerContext], Any]
-    build: Callable[[WorkerContext, Any], Role]
+    build: Callable[[WorkerContext, Any], NodeRole]
 
 
 class LoadedNode:
@@ -67,7 +67,7 @@ class LoadedNode:
         self,
         model: "BaseModelConfig",
         engine: EngineThread,
-        factories: Mapping[RoleName, RoleFactory],
+        factories: Mapping[Role, RoleFactory],
         gateways: GatewayDirectory,
         *,
         adapters: NodeAdapters,
@@ -120,7 +120,7 @@ class LoadedNode:
             worker, endpoint, ends = self._enter(worker, next_role, endpoint.keys)
 
     def _enter(
-        self, worker: WorkerContext, role: RoleName, keys: CurveKeys | None
+        self, worker: WorkerContext, role: Role, keys: CurveKeys | None
     ) -> tuple[WorkerContext, ControlEndpoint, Any]:
         """Open what the role needs, or what the last role had if that fails."""
         begun_at = time.monotonic()
@@ -144,7 +144,7 @@ class LoadedNode:
     def _factory(self, worker: WorkerContext) -> RoleFactory:
         return self._factories[worker.config.role]
 
-    def _serve_role(self, worker: WorkerContext, endpoint: ControlEndpoint, ends: Any) -> tuple[int, RoleName | None]:
+    def _serve_role(self, worker: WorkerContext, endpoint: ControlEndpoint, ends: Any) -> tuple[int, Role | None]:
         """Serve in one role; returns the exit status, and the next role if there is one."""
         config = worker.config
         recorder = start_recording(worker, ends) if config.record else None
@@ -200,7 +200,7 @@ class LoadedNode:
         return status, loop.next_role
 
     def _http_server(
-        self, listener: socket.socket, worker: WorkerContext, *, role: Role, loop: EventLoop
+        self, listener: socket.socket, worker: WorkerContext, *, role: NodeRole, loop: EventLoop
     ) -> HttpServer:
         config = worker.config
         identity = Identity(
@@ -211,7 +211,7 @@ class LoadedNode:
         log.info("/health and /metrics at http://%s", address_of(listener, config.advertise_host))
         return HttpServer(listener.dup(), {"/health": health.answer, "/metrics": metrics.answer})
 
-    def _register(self, worker: WorkerContext, role: Role, endpoint: ControlEndpoint) -> Register:
+    def _register(self, worker: WorkerContext, role: NodeRole, endpoint: ControlEndpoint) -> Register:
         config, model, listen, keys = worker.config, self._model, endpoint.listen, endpoint.keys
         return Register(
             role=config.role,

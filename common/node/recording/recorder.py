@@ -23,7 +23,7 @@ from common.config.options import options_of
 from common.config.shared import SCHEDULING_VARIABLES
 from common.errors import BatonError, ErrorCode
 from common.node.recording import format as frames
-from common.node.role import Role
+from common.node.role import NodeRole
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import Message
 
@@ -169,7 +169,7 @@ class RecordedTransport:
 class RecordedRole:
     """A role whose events and plans are recorded, in their order."""
 
-    def __init__(self, role: Role, recorder: Recorder) -> None:
+    def __init__(self, role: NodeRole, recorder: Recorder) -> None:
         self.outbox = role.outbox
         self.stats = role.stats
         self._role = role

@@ -29,7 +29,7 @@ NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["threa
 
 
 def anthropic_error(error: RequestError) -> dict[str, Any]:
-    """An error in Anthropic's envelope."""
+    """Anthropic's form of an error."""
     kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     message = error.message
     if error.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED:

@@ -1,4 +1,4 @@
-"""Formats what all answers share: server-sent events, errors in OpenAI's envelope, log-probabilities."""
+"""Formats what all answers share: server-sent events, OpenAI's errors, log-probabilities."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +47,7 @@ def named_event(name: str, data: Any) -> bytes:
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """An error in OpenAI's envelope."""
+    """OpenAI's form of an error."""
     kind = ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": str(error.code)}}
 

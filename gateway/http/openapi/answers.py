@@ -1,11 +1,15 @@
 """Shapes of errors and of the answers of all endpoints that generate nothing; see ``generated`` for the others."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from common.wire.messages import Decision, Heartbeat, PairState, Register
 from gateway.http.openapi.generated import Answer
 from gateway.metrics.live import LiveError, LiveSample
+from gateway.workers.registry import ServingLimits
+from gateway.workers.routing.pair_health import BreakerState
 
 
 class ErrorDetails(Answer):
@@ -135,7 +139,7 @@ class FailedPair(msgspec.Struct):
     """A pair of nodes whose transfers have failed lately: its breaker's state, and when one request may probe it."""
 
     peer: str
-    state: Literal["closed", "open", "half_open", "probing"]
+    state: BreakerState
     num_failures: int
     probe_in_s: float | None
 
@@ -156,10 +160,10 @@ class Worker(msgspec.Struct, kw_only=True):
     num_requests: int
     seen_s_ago: float
     load_tokens: float
-    register: dict[str, Any]
-    heartbeat: dict[str, Any] | None
+    register: Register
+    heartbeat: Heartbeat | None
     num_pairs: int
-    pairs: Any
+    pairs: list[PairState]
     failed_pairs: list[FailedPair]
 
 
@@ -201,18 +205,9 @@ class ScrapeTarget(msgspec.Struct):
     labels: dict[str, str]
 
 
-class WorkerDecision(Answer):
-    """A decision of a scheduler, about one request, or about the node if ``rid`` is empty."""
-
-    ago_s: float
-    rid: str
-    action: str
-    reason: str
-
-
 class DecisionList(Answer):
     worker: str
-    decisions: list[WorkerDecision]
+    decisions: Sequence[Decision]
 
 
 class LiveQueue(Answer):
@@ -359,15 +354,24 @@ class Ready(Answer):
     models: dict[str, bool]
 
 
+class ModelState(Answer):
+    """``limits`` are those of one request; null until nodes can serve the model."""
+
+    is_ready: bool
+    limits: ServingLimits | None
+
+
 class ServerInfo(Answer):
+    """``model`` is the default model, and ``limits`` are its own."""
+
     version: str
     model: str
     uptime_s: float
     num_in_flight: int
     is_ready: bool
     control_address: str
-    limits: dict[str, Any] | None
-    models: dict[str, dict[str, Any]]
+    limits: ServingLimits | None
+    models: dict[str, ModelState]
     config: dict[str, Any]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from gateway.http.access.request_checks import OPEN_PATHS
+from gateway.http.errors import ANTHROPIC_PATHS
 from gateway.http.generate import Endpoint
 from gateway.http.openapi.answers import AnthropicError, Error
 from gateway.http.openapi.examples import json_body
@@ -120,7 +121,7 @@ def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> No
 
 
 def _error(path: str, description: str) -> dict[str, Any]:
-    kind = AnthropicError if path.startswith("/v1/messages") else Error
+    kind = AnthropicError if path.startswith(ANTHROPIC_PATHS) else Error
     return {
         "description": description,
         "content": {"application/json": {"schema": _ref(kind)}},

@@ -4,19 +4,18 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from gateway.http.protocol.decoding import Extensible, Strict
 from gateway.http.protocol.fields import (
     MAX_INT,
     MAX_STOPS,
     Count,
     DeadlineMs,
-    Extensible,
     NotEmpty,
     Positive,
     Priority,
     PriorityClass,
     Salt,
     Share,
-    Strict,
     supports,
 )
 from gateway.http.protocol.openai import MAX_TOOLS, CallId, FunctionName

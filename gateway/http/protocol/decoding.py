@@ -15,7 +15,19 @@ from msgspec import inspect
 
 from common.errors import ErrorCode, RequestError
 from gateway.http.protocol.extras import INSTEAD, OTHER_NAMES, UNSUPPORTED, WITHOUT_EFFECT
-from gateway.http.protocol.fields import Extensible, Strict
+
+
+class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """An object that refuses unknown fields, except for those of ``extras.WITHOUT_EFFECT``."""
+
+    def values_without_effect(self) -> list[str]:
+        """Names of values that have no effect although their fields have; ``decode_with_extras`` names them."""
+        return []
+
+
+class Extensible(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """An object within a body to which clients add keys of their own; ``decode_with_extras`` ignores and names them."""
+
 
 Body = TypeVar("Body", bound=Strict)
 

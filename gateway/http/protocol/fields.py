@@ -5,10 +5,10 @@ Every field that has an effect is declared in this package; ``extras`` lists tho
 
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
 from common.sampling_params import MAX_TOP_LOGPROBS
+from gateway.http.protocol.decoding import Strict
 
 MAX_INT = 2**31 - 1
 MAX_STOPS = 16
@@ -44,18 +44,6 @@ Prompts = str | list[str | int | list[int]]
 def supports(*values: str) -> Meta:
     """Describes the values that a string may have; any other is refused with an error that says why."""
     return Meta(extra_json_schema={"enum": list(values)})
-
-
-class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """An object that refuses unknown fields, except for those of ``extras.WITHOUT_EFFECT``."""
-
-    def values_without_effect(self) -> list[str]:
-        """Names of values that have no effect although their fields have; ``decode_with_extras`` names them."""
-        return []
-
-
-class Extensible(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """An object within a body to which clients add keys of their own; ``decode_with_extras`` ignores and names them."""
 
 
 class SamplingFields(Strict, kw_only=True):

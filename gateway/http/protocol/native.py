@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from common.config.lora import ADAPTER_NAME
+from gateway.http.protocol.decoding import Strict
 from gateway.http.protocol.fields import (
     MAX_INT,
     Count,
@@ -15,7 +16,6 @@ from gateway.http.protocol.fields import (
     Salt,
     SamplingFields,
     StartLen,
-    Strict,
     Texts,
     TokenId,
     TopLogprobs,

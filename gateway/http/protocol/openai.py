@@ -4,11 +4,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from gateway.http.protocol.decoding import Extensible, Strict
 from gateway.http.protocol.fields import (
     MAX_INT,
     Count,
     DeadlineMs,
-    Extensible,
     NotEmpty,
     Positive,
     Priority,
@@ -17,7 +17,6 @@ from gateway.http.protocol.fields import (
     Refused,
     Salt,
     SamplingFields,
-    Strict,
     TopLogprobs,
     supports,
 )

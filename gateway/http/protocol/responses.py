@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from gateway.http.protocol.decoding import Extensible
 from gateway.http.protocol.fields import (
     Count,
     DeadlineMs,
-    Extensible,
     Positive,
     Priority,
     PriorityClass,

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from common.errors import ErrorCode, RequestError
 from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
-from gateway.http.openapi.answers import AdapterChanged
+from gateway.http.openapi.answers import AdapterChanged, AdapterNode
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, refuse
 from gateway.http.protocol.native import LoadLoraRequest, UnloadLoraRequest
@@ -23,15 +23,8 @@ UNLOAD_TIMEOUT_S = 60.0  # for the requests in flight to end
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     router = APIRouter(tags=["models"], dependencies=[Depends(checks.admin)])
     Body = Annotated[bytes, Depends(checks.body)]
-    models = {model.name: model for model in services.models}
+    models = services.models
     changes = services.control.adapter_changes
-
-    def base(name: str | None) -> ServedModel:
-        model = services.models[0] if name is None else models.get(name)
-        if model is None:
-            message = f"the model {name!r} does not exist here; the served models are {', '.join(map(repr, models))}"
-            raise refuse(message, "base_model_name", ErrorCode.MODEL_NOT_FOUND)
-        return model
 
     @router.post(
         "/v1/load_lora_adapter",
@@ -41,10 +34,10 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     )
     async def load_adapter(data: Body) -> Response:
         body = decode(LoadLoraRequest, data)
-        if body.lora_name in models:
+        if any(model.name == body.lora_name for model in models):
             raise refuse(f"a model is served as {body.lora_name!r}; give the adapter another name", "lora_name")
-        model = base(body.base_model_name)
-        for other in services.models:
+        model = models.base(body.base_model_name, "base_model_name")
+        for other in models:
             if other is not model and body.lora_name in other.pool.registry.adapters:
                 raise refuse(f"{body.lora_name!r} is an adapter of the model {other.name!r}", "lora_name")
         errors = await changes.load(model.pool, body.lora_name, body.lora_path, LOAD_TIMEOUT_S)
@@ -61,7 +54,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     )
     async def unload_adapter(data: Body) -> Response:
         body = decode(UnloadLoraRequest, data)
-        model = next((one for one in services.models if _is_known(one, body.lora_name)), None)
+        model = next((one for one in models if _is_known(one, body.lora_name)), None)
         if model is None:
             message = f"no node has the adapter {body.lora_name!r}"
             raise refuse(message, "lora_name", ErrorCode.MODEL_NOT_FOUND)
@@ -81,5 +74,5 @@ def _answer(name: str, errors: NodeErrors) -> Response:
     if all(error for _, error in errors):
         message = "; ".join(dict.fromkeys(f"{node.name}: {error}" for node, error in errors))
         raise RequestError(ErrorCode.INVALID_REQUEST, message)
-    nodes = [{"name": node.name, "role": node.register.role, "error": error} for node, error in errors]
-    return JsonResponse({"lora_name": name, "nodes": nodes})
+    nodes = [AdapterNode(name=node.name, role=node.register.role, error=error) for node, error in errors]
+    return JsonResponse(AdapterChanged(lora_name=name, nodes=nodes))

@@ -9,7 +9,7 @@ from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Live, LiveModel, LiveQueue
 from gateway.http.openapi.operations import described
-from gateway.http.services import Services, baton_version, context_length
+from gateway.http.services import Services, baton_version
 from gateway.metrics.live import INTERVAL_S, WINDOW_S
 from gateway.workers.pool import WorkerPool
 
@@ -32,9 +32,9 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             models=[
                 LiveModel(
                     name=model.name,
-                    is_ready=model.pool.registry.is_ready,
+                    is_ready=model.is_ready,
                     has_chat_template=model.chat_template is not None,
-                    context_length=context_length(model),
+                    context_length=model.context_length,
                 )
                 for model in services.models
             ],

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from gateway.http.access.request_checks import RequestChecks
+from gateway.http.errors import ANTHROPIC_PATHS, api_headers
 from gateway.http.formatters.common import ignored_header
 from gateway.http.http_connection import REQUEST_ID
 from gateway.http.json_response import JsonResponse
@@ -16,23 +17,20 @@ from gateway.http.protocol.anthropic import CountTokensRequest
 from gateway.http.protocol.decoding import decode_with_extras
 from gateway.http.services import Services
 
-#: Begins the paths of Anthropic's API, whose errors have its form.
-PREFIX = "/v1/messages"
-
 
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     router = APIRouter(tags=["messages"])
     messages = MessagesApi(services.inputs)
 
     @router.post(
-        f"{PREFIX}/count_tokens",
+        f"{ANTHROPIC_PATHS}/count_tokens",
         **described(TokenCount, CountTokensRequest, summary="Count the tokens of a chat (Anthropic)"),
     )
     async def count_tokens(request: Request, data: Annotated[bytes, Depends(checks.body)]) -> Response:
         body, ignored = decode_with_extras(CountTokensRequest, data, are_refused=services.config.strict_fields)
-        model = services.inputs.model(body.model)
+        model = services.models.named(body.model)
         count = await messages.count_tokens(body, model)
-        headers = {"request-id": request.scope["state"][REQUEST_ID], **ignored_header(ignored)}
-        return JsonResponse({"input_tokens": count}, headers=headers)
+        headers = api_headers(request.scope["path"], request.scope["state"][REQUEST_ID])
+        return JsonResponse(TokenCount(input_tokens=count), headers=headers | ignored_header(ignored))
 
     return router

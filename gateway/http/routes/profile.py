@@ -9,7 +9,7 @@ from common.errors import ErrorCode, RequestError
 from common.wire.messages import ProfileAnswer, StartProfile, StopProfile
 from gateway.http.access.request_checks import RequestChecks, has_body
 from gateway.http.json_response import JsonResponse
-from gateway.http.openapi.answers import Profile
+from gateway.http.openapi.answers import Profile, ProfiledNode
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, refuse
 from gateway.http.protocol.native import ProfileRequest
@@ -60,14 +60,14 @@ def _answer(answers: Sequence[tuple[Worker, ProfileAnswer | None]], timeout_s: f
         code = ErrorCode.INVALID_REQUEST if any(answer for _, answer in answers) else ErrorCode.DEADLINE_EXCEEDED
         raise RequestError(code, "; ".join(sorted({f"{node.name}: {answer.error}" for node, answer in known})))
     nodes = [
-        {
-            "name": node.name,
-            "role": node.register.role,
-            "model": node.register.model,
-            "file": answer.file,
-            "num_steps": answer.num_steps,
-            "error": answer.error,
-        }
+        ProfiledNode(
+            name=node.name,
+            role=node.register.role,
+            model=node.register.model,
+            file=answer.file,
+            num_steps=answer.num_steps,
+            error=answer.error,
+        )
         for node, answer in known
     ]
-    return JsonResponse({"nodes": nodes})
+    return JsonResponse(Profile(nodes=nodes))

@@ -9,7 +9,7 @@ from common.errors import ErrorCode, RequestError
 from gateway.http.access import auth
 from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
-from gateway.http.openapi.answers import Aborted, CacheFlushed, PriorityChanged
+from gateway.http.openapi.answers import Aborted, CacheFlushed, FlushedNode, PriorityChanged
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, refuse
 from gateway.http.protocol.native import AbortRequest, PriorityChange
@@ -30,7 +30,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             raise refuse("give either rid or abort_all: true", "rid")
         if body.abort_all and not caller.tenant:
             checks.check_admin(caller)
-        return JsonResponse({"aborted": services.dispatcher.abort_matching(body.rid, caller.scope)})
+        return JsonResponse(Aborted(aborted=services.dispatcher.abort_matching(body.rid, caller.scope)))
 
     @router.post(
         "/v1/requests/{rid:path}/priority",
@@ -42,7 +42,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         count = services.dispatcher.reprioritize(rid, caller.scope, *change)
         if not count:
             raise RequestError(ErrorCode.NOT_FOUND, f"no request with the id {rid[:200]!r} is in flight")
-        return JsonResponse({"changed": count})
+        return JsonResponse(PriorityChanged(changed=count))
 
     @router.post(
         "/flush_cache",
@@ -56,8 +56,9 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             message = f"{', '.join(late)} did not answer within {FLUSH_TIMEOUT_S:g} s; all other caches are empty"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
         nodes = [
-            {"name": node.name, "model": node.register.model, "num_pages": num_pages} for node, num_pages in answers
+            FlushedNode(name=node.name, model=node.register.model, num_pages=num_pages or 0)
+            for node, num_pages in answers
         ]
-        return JsonResponse({"num_pages": sum(num_pages or 0 for _, num_pages in answers), "nodes": nodes})
+        return JsonResponse(CacheFlushed(num_pages=sum(node.num_pages for node in nodes), nodes=nodes))
 
     return router

@@ -42,7 +42,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     @router.delete("/v1/responses/{response_id}", **described(ResponseDeleted, summary="Drop a kept response (OpenAI)"))
     async def delete_response(response_id: str, tenant: Tenant) -> Response:
         store.delete(tenant, response_id, clock.now())
-        return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+        return JsonResponse(ResponseDeleted(id=response_id, object="response", deleted=True))
 
     @router.get(
         "/v1/responses/{response_id}/input_items",
@@ -62,15 +62,14 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             raise RequestError(ErrorCode.INVALID_REQUEST, "after: the response has no such item", param="after")
         first = 0 if after is None else ids.index(after) + 1
         page = items[first : first + limit]
-        return JsonResponse(
-            {
-                "object": "list",
-                "data": page,
-                "first_id": page[0]["id"] if page else "",
-                "last_id": page[-1]["id"] if page else "",
-                "has_more": first + limit < len(items),
-            }
+        answer = InputItemList(
+            object="list",
+            data=page,
+            first_id=page[0]["id"] if page else "",
+            last_id=page[-1]["id"] if page else "",
+            has_more=first + limit < len(items),
         )
+        return JsonResponse(answer)
 
     @router.post(
         "/v1/responses/input_tokens",
@@ -78,8 +77,9 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     )
     async def count_input_tokens(data: Annotated[bytes, Depends(checks.body)], tenant: Tenant) -> Response:
         body, ignored = decode_with_extras(ResponsesRequest, data, are_refused=services.config.strict_fields)
-        count = await api.count_tokens(body, services.inputs.model(body.model), tenant)
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": count}, headers=ignored_header(ignored))
+        count = await api.count_tokens(body, services.models.named(body.model), tenant)
+        answer = InputTokenCount(object="response.input_tokens", input_tokens=count)
+        return JsonResponse(answer, headers=ignored_header(ignored))
 
     @router.post("/v1/responses/{response_id}/cancel", include_in_schema=False)
     async def cancel_response(response_id: str, tenant: Tenant) -> Response:

@@ -13,7 +13,7 @@ from gateway.http.openapi.answers import Detokenized, Tokenized
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, decode_with_extras, refuse
 from gateway.http.protocol.native import DetokenizeRequest, TokenizeRequest
-from gateway.http.services import Services, context_length
+from gateway.http.services import Services
 from gateway.workers.served_models import ServedModel
 
 #: Token ids that are encoded at once; more are encoded on the tokenizer's thread.
@@ -26,25 +26,23 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     @router.post("/tokenize", **described(Tokenized, TokenizeRequest, summary="Turn text into token ids"))
     async def tokenize(data: Annotated[bytes, Depends(checks.body)]) -> Response:
         body, ignored = decode_with_extras(TokenizeRequest, data, are_refused=services.config.strict_fields)
-        model = services.inputs.model(body.model)
+        model = services.models.named(body.model)
         ids, is_batch = await _encode(services, model, body)
         counts = [len(tokens) for tokens in ids]
         shown: list[Any] = ids
         if sum(counts) > MANY_IDS:
             shown = await services.tokenizer.on_thread(lambda: [_encoded(tokens) for tokens in ids])
-        return JsonResponse(
-            {
-                "tokens": shown if is_batch else shown[0],
-                "count": counts if is_batch else counts[0],
-                "max_model_len": context_length(model),
-            },
-            headers=ignored_header(ignored),
+        answer = Tokenized(
+            tokens=shown if is_batch else shown[0],
+            count=counts if is_batch else counts[0],
+            max_model_len=model.context_length,
         )
+        return JsonResponse(answer, headers=ignored_header(ignored))
 
     @router.post("/detokenize", **described(Detokenized, DetokenizeRequest, summary="Turn token ids into text"))
     async def detokenize(data: Annotated[bytes, Depends(checks.body)]) -> Response:
         body = decode(DetokenizeRequest, data)
-        model = services.inputs.model(body.model)
+        model = services.models.named(body.model)
         tokens: list[Any] = body.tokens
         is_batch = bool(tokens) and isinstance(tokens[0], list)
         if len(set(map(type, tokens))) > 1:
@@ -52,7 +50,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         skip = body.skip_special_tokens
         texts = await services.tokenizer.detokenize(model.tokenizer, tokens if is_batch else [tokens], skip)
         answer = texts if is_batch else texts[0]
-        return JsonResponse({"text": answer, "prompt": answer})
+        return JsonResponse(Detokenized(text=answer, prompt=answer))
 
     return router
 

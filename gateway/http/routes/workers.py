@@ -1,8 +1,7 @@
 """The nodes, their roles, and the decisions of their schedulers."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
@@ -10,12 +9,13 @@ from common.decision_log import MAX_DECISIONS
 from common.errors import ErrorCode, RequestError
 from gateway.http.access.request_checks import RequestChecks, has_body
 from gateway.http.json_response import JsonResponse
-from gateway.http.openapi.answers import DecisionList, Draining, RoleChanged, ScrapeTarget, WorkerList
+from gateway.http.openapi import answers
+from gateway.http.openapi.answers import DecisionList, Draining, FailedPair, RoleChanged, ScrapeTarget, WorkerList
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode
 from gateway.http.protocol.native import DrainRequest, RoleChange
 from gateway.http.services import Services
-from gateway.workers.registry import Worker
+from gateway.workers.registry import Registry, Worker
 
 ANSWER_TIMEOUT_S = 5.0
 #: ``/v1/workers/gateway/decisions`` returns the gateway's own decisions.
@@ -46,17 +46,16 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         models, workers = services.models, services.control.pools.workers()
         listed = workers[offset : offset + limit]
         has_all_pairs = sum([len(node.pairs) for node in listed]) <= MAX_PAIRS
-        return JsonResponse(
-            {
-                "workers": [services.control.describe(node, has_all_pairs=has_all_pairs) for node in listed],
-                "num_workers": len(workers),
-                "num_in_flight": services.dispatcher.num_in_flight,
-                "num_waiting": sum(len(model.pool.queue) for model in models),
-                "model": models[0].name,
-                "models": [model.name for model in models],
-                "is_ready": any(model.pool.registry.is_ready for model in models),
-            }
+        answer = WorkerList(
+            workers=[_worker(services, node, has_all_pairs=has_all_pairs) for node in listed],
+            num_workers=len(workers),
+            num_in_flight=services.dispatcher.num_in_flight,
+            num_waiting=sum(len(model.pool.queue) for model in models),
+            model=models.default.name,
+            models=[model.name for model in models],
+            is_ready=models.is_ready,
         )
+        return JsonResponse(answer)
 
     @router.get(
         "/v1/workers/targets",
@@ -77,16 +76,15 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         **described(DecisionList, summary="List the last decisions of a node, or of the gateway", errors=(504,)),
     )
     async def list_decisions(name: str, limit: Limit = DECISIONS) -> Response:
-        decisions: Any
         if name == OWN_DECISIONS:
             own = services.dispatcher.decisions.last(limit, services.clock.now())
-            return JsonResponse({"worker": name, "decisions": list(map(msgspec.structs.asdict, own))})
+            return JsonResponse(DecisionList(worker=name, decisions=own))
         node = named(name)
         decisions = await services.control.decisions(node, limit, ANSWER_TIMEOUT_S)
         if decisions is None:
             message = f"the node {node.name} did not answer within {ANSWER_TIMEOUT_S:g} s"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
-        return JsonResponse({"worker": node.name, "decisions": decisions})
+        return JsonResponse(DecisionList(worker=node.name, decisions=decisions))
 
     @router.post(
         "/v1/workers/{name:path}/drain",
@@ -106,14 +104,8 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         if not await services.control.drain(node, body.timeout_s, ANSWER_TIMEOUT_S):
             message = f"the node {node.name} did not answer within {ANSWER_TIMEOUT_S:g} s"
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message)
-        return JsonResponse(
-            {
-                "worker": node.name,
-                "is_draining": True,
-                "num_requests": num_requests,
-                "timeout_s": body.timeout_s,
-            }
-        )
+        answer = Draining(worker=node.name, is_draining=True, num_requests=num_requests, timeout_s=body.timeout_s)
+        return JsonResponse(answer)
 
     @router.post(
         "/v1/workers/{name:path}/role",
@@ -128,14 +120,53 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     async def change_role(name: str, data: Body) -> Response:
         body, begun_at = decode(RoleChange, data), services.clock.now()
         node = await services.control.role_changes.change(named(name), body.role, body.timeout_s, is_forced=body.force)
-        return JsonResponse(
-            {
-                "name": node.name,
-                "role": node.register.role,
-                "incarnation": node.incarnation,
-                "num_role_changes": node.register.num_role_changes,
-                "seconds": round(services.clock.now() - begun_at, 3),
-            }
+        answer = RoleChanged(
+            name=node.name,
+            role=node.register.role,
+            incarnation=node.incarnation,
+            num_role_changes=node.register.num_role_changes,
+            seconds=round(services.clock.now() - begun_at, 3),
         )
+        return JsonResponse(answer)
 
     return router
+
+
+def _worker(services: Services, node: Worker, *, has_all_pairs: bool) -> answers.Worker:
+    """A node as it is listed, with all of its pairs or only with those that do not work."""
+    register, now = node.register, services.clock.now()
+    pool = services.control.pools[register.model]
+    return answers.Worker(
+        name=node.name,
+        role=register.role,
+        model=register.model,
+        http_address=register.http_address,
+        incarnation=node.incarnation,
+        starts=node.starts,
+        revision=node.revision,
+        num_role_changes=register.num_role_changes,
+        is_draining=node.is_draining,
+        is_reserved=node.is_reserved,
+        num_requests=services.dispatcher.num_at(node.incarnation),
+        seen_s_ago=round(now - node.seen_at, 3),
+        load_tokens=pool.router.load(node.incarnation),
+        register=register,
+        heartbeat=node.heartbeat,
+        num_pairs=len(node.pairs),
+        pairs=[pair for pair in node.pairs if has_all_pairs or pair.problem],
+        failed_pairs=_failed_pairs(pool.registry, node.incarnation, now),
+    )
+
+
+def _failed_pairs(registry: Registry, incarnation: str, now: float) -> list[FailedPair]:
+    """The pairs of a node whose transfers have failed lately."""
+    return [
+        FailedPair(
+            peer=registry.workers[pair.decode if pair.prefill == incarnation else pair.prefill].name,
+            state=breaker.state,
+            num_failures=breaker.num_failures,
+            probe_in_s=round(max(breaker.until - now, 0.0), 3) if breaker.state == "open" else None,
+        )
+        for pair, breaker in registry.health.breakers.items()
+        if incarnation in pair
+    ]

@@ -4,10 +4,9 @@ A failed check of a value raises a ``RequestError`` that names the field.
 """
 
 import asyncio
-import dataclasses
 import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -88,51 +87,15 @@ class _Context(NamedTuple):
 
 
 class InputProcessor:
-    """Makes requests out of bodies, for all served models.
+    """Makes requests out of bodies, for all served models."""
 
-    Args:
-        models: the served models by name; the first is the default.
-    """
-
-    def __init__(
-        self, models: Mapping[str, ServedModel], tokenizer: AsyncTokenizer, *, request_timeout_s: float
-    ) -> None:
-        self._models = models
+    def __init__(self, tokenizer: AsyncTokenizer, *, request_timeout_s: float) -> None:
         self._tokenizer = tokenizer
         self._request_timeout_s = request_timeout_s
         self._grammars = GrammarChecker()
 
     def close(self) -> None:
         self._grammars.close()
-
-    def model(self, name: str | None) -> ServedModel:
-        """The model with this name, which may be that of a LoRA adapter, or the default.
-
-        Raises RequestError: the gateway does not serve it.
-        """
-        if name is None:
-            return next(iter(self._models.values()))
-        model = self._models.get(name) or self._with_adapter(name)
-        if model is None:
-            adapters = [adapter for known in self._models.values() for adapter in known.pool.registry.adapters]
-            served = ", ".join(repr(known) for known in (*self._models, *adapters))
-            message = f"the model {name[:200]!r} does not exist here; the served models are {served}"
-            raise refuse(message, "model", ErrorCode.MODEL_NOT_FOUND)
-        return model
-
-    def _with_adapter(self, name: str) -> ServedModel | None:
-        """The model with the LoRA adapter of this name; None if no node has one.
-
-        Raises RequestError: no nodes that can serve a request together have the same one.
-        """
-        registries = [(model, model.pool.registry) for model in self._models.values()]
-        for model, registry in registries:
-            if name in registry.adapters:
-                return dataclasses.replace(model, adapter=registry.adapters[name])
-        error = next(filter(None, (registry.refuse_adapter(name) for _, registry in registries)), None)
-        if error is not None:
-            raise error
-        return None
 
     # ---- one method for each kind of body ---------------------------------------------------------------------------
 

@@ -35,11 +35,10 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME
+from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME, Role
 from common.errors import BatonError, ConfigError
 from common.system.open_files import raise_open_file_limit
 from common.wire.key_folder import load_keys
-from common.wire.messages import Role
 from gateway.workers.routing.router import LocalPrefill, Router
 from scripts.benchmarks.harness.cpu_contention import cpu_seconds
 from scripts.benchmarks.harness.cpu_quota import MAX_PERCENT, MIN_PERCENT, cpu_quota, why_no_quota

@@ -364,7 +364,7 @@ def test_a_withdrawn_adapter_waits_for_every_connected_gateway_and_is_told_to_on
     monkeypatch.setattr(GatewayLink, "send", lambda self, *messages: sent.extend((self, one) for one in messages))
     with node_of(Watched(), "127.0.0.1:1", "127.0.0.1:2") as node:
         node._adapters._serving["a"] = adapter
-        monkeypatch.setattr(node._adapters._engine, "drop_adapter", lambda dropped: None, raising=False)
+        monkeypatch.setattr(node._adapters._executor, "drop_adapter", lambda dropped: None, raising=False)
         first, second = node._links
         first.is_dialling = False
         node._on_gateway(first, "1" * 32, Registered(1, 1.0), 0.0)

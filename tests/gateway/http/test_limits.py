@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.gateway.fake_nodes import running
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.limits import LIGHT_BYTES, MAX_PARTS, PIECE_BYTES, Counter, check_weight
+from gateway.http.limits import LIGHT_BYTES, MAX_PARTS, PIECE_BYTES, ValueCounter, check_weight
 
 TEXTS = st.text(alphabet='ab",[{\\:\n\u00e9', max_size=8)
 VALUES = st.recursive(
@@ -38,10 +38,10 @@ def counted(value: Any) -> tuple[int, int]:
 @given(VALUES, st.booleans(), st.integers(1, 7))
 def test_any_body_is_counted_correctly_whole_and_in_pieces(value: Any, is_ascii: bool, piece_bytes: int) -> None:
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
-    whole = Counter()
+    whole = ValueCounter()
     whole.add(body)
     assert (whole.num_parts, whole.num_values) == counted(value)
-    in_pieces = Counter()
+    in_pieces = ValueCounter()
     start = 0
     while start < len(body):
         end = start + piece_bytes

@@ -17,8 +17,7 @@ from typing_extensions import get_type_hints, is_typeddict
 
 from common.errors import ErrorCode, RequestError
 from gateway.http.protocol.anthropic import MessagesRequest
-from gateway.http.protocol.decoding import decode
-from gateway.http.protocol.fields import Strict
+from gateway.http.protocol.decoding import Strict, decode
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest
 from gateway.http.protocol.responses import ResponsesRequest
 

@@ -72,7 +72,8 @@ async def test_an_answer_is_counted_with_tokens_latencies_and_stages(stack):
 
 
 def test_ended_outputs_with_long_prompts_are_counted_and_freed_at_once():
-    metrics = Metrics([], SimpleNamespace(dropped=Totals(), refused=Totals()), starvation_bound_s=1.0)
+    mailbox = SimpleNamespace(dropped=Totals(), refused=Totals())
+    metrics = Metrics([], mailbox, SimpleNamespace(recoveries=Totals()), starvation_bound_s=1.0)
     output = output_of([])
     output.request = msgspec.structs.replace(output.request, prompt=(1,) * COUNTED_TOKENS)
     num_references = sys.getrefcount(output)

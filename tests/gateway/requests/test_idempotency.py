@@ -13,7 +13,7 @@ from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.wire.messages import FromNode, Tokens
 from common.wire.packed_logprobs import pack_logprobs
-from gateway.requests.idempotency import IdempotencyStore, identify, with_key
+from gateway.requests.idempotency import IdempotencyStore, KeyedRequest, identify, with_key
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from scripts.simulator.service.gateway import NoText
@@ -24,9 +24,13 @@ PATH = "/v1/completions"
 class Reader:
     def __init__(self):
         self.woken = []
+        self.is_ended = False
 
     def wake(self, stream):
         self.woken.append(stream)
+
+    def end(self):
+        self.is_ended = True
 
 
 def make_store(max_results=100, max_bytes=1 << 20, max_age_s=60.0):
@@ -46,7 +50,7 @@ def request(rid="r", num_prompt=3, seed=0):
 
 
 def begin(store, identity, num_outputs=1, reader=None):
-    keyed = store.begin(identity, "answer", reader or Reader())
+    keyed = KeyedRequest(identity, "answer", store, reader or Reader())
     for i in range(num_outputs):
         keyed.streams.append(OutputStream(request(f"{identity.key}-{i}"), i, NoText, keyed.wake, 0.0))
     store.add(keyed)
@@ -77,7 +81,7 @@ def test_the_counted_bytes_are_those_of_the_memory(num_logprobs):
     try:
         before = tracemalloc.get_traced_memory()[0]
         for number in range(count):
-            keyed = store.begin(identity_of(str(number)), "answer", None)
+            keyed = KeyedRequest(identity_of(str(number)), "answer", store, None)
             wanted = GenerateRequest(f"r{number}", "r", prompt, sampling)
             stream = OutputStream(wanted, 0, Words, keyed.wake, 0.0)
             keyed.streams.append(stream)
@@ -162,7 +166,7 @@ def test_a_request_with_a_failed_output_runs_again():
 
 def test_a_request_that_failed_before_it_was_added_is_never_known():
     store = make_store()
-    keyed = store.begin(identity_of(), "answer", Reader())
+    keyed = KeyedRequest(identity_of(), "answer", store, Reader())
     keyed.streams.append(OutputStream(request(), 0, NoText, keyed.wake, 0.0))
     keyed.streams[0].fail(RequestError(ErrorCode.NO_ROUTE, "none"), 0.0)
     store.add(keyed)
@@ -175,7 +179,8 @@ def test_a_new_reader_gets_the_output_from_its_first_token_and_then_the_rest():
     (stream,) = keyed.streams
     tokens(stream, 0, 7)
     assert stream.take().ids == [7]
-    assert keyed.attach(second) is first
+    keyed.attach(second)
+    assert (first.is_ended, second.is_ended) == (True, False)
     assert second.woken == [stream]
     tokens(stream, 1, 8)
     assert stream.take().ids == [7, 8]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.gateway.fake_nodes import make_register
 
-from common.wire.messages import Heartbeat, Role
+from common.config.shared import Role
+from common.wire.messages import Heartbeat
 from gateway.workers.auto_roles import (
     BACKLOG_S,
     HOUR_S,

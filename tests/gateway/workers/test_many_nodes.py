@@ -1,5 +1,6 @@
 """What grows with the number of nodes: registrations, announcements, lists, metrics, and requests by node."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -142,7 +143,8 @@ def test_the_gateway_shows_no_series_of_nodes_if_there_are_very_many():
     pool = SimpleNamespace(
         model="tiny", registry=registry, advisor=advisor, queue=queue, admission=SimpleNamespace(num_in_flight=0)
     )
-    metrics = Metrics([pool], mailbox, starvation_bound_s=1.0)
+    dispatcher = SimpleNamespace(recoveries=Counter())
+    metrics = Metrics([pool], mailbox, dispatcher, starvation_bound_s=1.0)
     for number in range(MAX_NODES):
         registry.register(f"d{number}", make_register("decode", f"d{number}"), 0.0)
     assert metrics.text().count(b"\nbaton_node_pages{") == MAX_NODES

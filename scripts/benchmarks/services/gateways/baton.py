@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from common.config.shared import SMALL_MODEL_NAME
+from common.config.shared import SMALL_MODEL_NAME, Role
 from common.stage_spans import StageSpan
 from common.wire.curve import CurveKeys
 from common.wire.key_folder import load_keys
@@ -24,7 +24,6 @@ from common.wire.messages import (
     Message,
     Register,
     Registered,
-    Role,
     Spans,
     Tokens,
 )

@@ -15,6 +15,7 @@ from typing import Any
 import uvloop
 import zmq
 
+from common.config.shared import Role
 from common.node.event_loop import LOAD_REPORT_S
 from common.node.gateways.credit import Credit
 from common.wire.curve import CurveKeys
@@ -29,7 +30,6 @@ from common.wire.messages import (
     NodeCosts,
     OtherLoad,
     Registered,
-    Role,
     Tokens,
 )
 from common.wire.process_id import new_incarnation

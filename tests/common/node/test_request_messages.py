@@ -7,7 +7,7 @@ import pytest
 
 from common.cache.tree_node import pack
 from common.errors import ErrorCode, RequestError
-from common.node.role import check_generate
+from common.node.request_messages import check_generate
 from common.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, Thinking
 from common.wire.messages import Generate
 
