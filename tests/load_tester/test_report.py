@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from support.load.mock_server import MockServer, mock_server
 from support.load.records import record
 
 from common.config.shared import SMALL_MODEL
 from common.errors import ConfigError
+from scripts.benchmarks.harness.mock_server import MockServer, mock_server
 from scripts.load_tester.analysis import metrics
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.client.ipc import Progress

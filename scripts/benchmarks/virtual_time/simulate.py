@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config.cli import parse
-from common.errors import BatonError, ConfigError
+from common.errors import BatonError
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.simulation import Simulation, rare_collections
@@ -94,8 +94,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
-    if options.rounds < 1:
-        raise ConfigError("--rounds must be at least 1")
     print(f"{'':56}{'row-steps':>10}{'wall':>8}{'CPU':>8}  million a minute; step by step, CPU")
     figures: dict[str, float] = {}
     loads = LARGE if options.only_large else {**LOADS, **LARGE} if options.large else LOADS

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.load.mock_server import mock_server
 from support.load.records import record
 
 from common.config.cli import parse
 from common.errors import ConfigError
+from scripts.benchmarks.harness.mock_server import mock_server
 from scripts.load_tester.client.server_info import ServerInfo
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.workload.plan import Plan
