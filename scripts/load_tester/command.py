@@ -80,7 +80,6 @@ def _finish(config: LoadtestConfig, report: Report) -> int:
 
 
 def _write_results(config: LoadtestConfig, report: Report) -> bool:
-    from scripts.load_tester.analysis.output_check import save_outputs
     from scripts.load_tester.reporting.charts import run_charts, write_svgs
     from scripts.load_tester.reporting.html_report import write_html
     from scripts.load_tester.reporting.parquet import write_parquet
@@ -89,7 +88,6 @@ def _write_results(config: LoadtestConfig, report: Report) -> bool:
         (config.json, lambda path: write_json(report.to_dict(), path)),
         (config.jsonl, lambda path: write_jsonl(report.records, path)),
         (config.parquet, lambda path: write_parquet(report.records, path)),
-        (config.save_outputs, lambda path: save_outputs(report.records, path)),
         (config.html, lambda path: write_html([report], path)),
         (config.svg, lambda path: write_svgs(run_charts(report), path)),
     ])  # fmt: skip
@@ -102,7 +100,7 @@ def check_outputs(config: LoadtestConfig) -> None:
     """
     check_needs(config, NEEDS)
     written: list[tuple[str, str | None]] = []
-    for name in ("json", "jsonl", "parquet", "html", "save_outputs"):
+    for name in ("json", "jsonl", "parquet", "html"):
         path, flag = getattr(config, name), flag_of(name)
         if not path or (name == "json" and path == TO_STDOUT):
             continue

@@ -207,7 +207,7 @@ def test_the_manual_names_every_field_of_every_file() -> None:
 def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
     saved = str(tmp_path / "outputs")
     with mock_server(tmp_path) as server:
-        command(server, "--save-outputs", saved)
+        command(server, "--return-token-ids", "--jsonl", saved)
         same = command(server, "--expect-file", saved, "--json", str(tmp_path / "same.json"))
         lines = Path(saved).read_text().splitlines()
         spoiled = json.loads(lines[3])
@@ -238,7 +238,7 @@ def test_an_output_check_needs_every_expected_output(tmp_path: Path, capsys: pyt
     saved, path = str(tmp_path / "outputs"), tmp_path / "r.json"
     files = ("--expect-file", saved, "--json", str(path), "--html", str(tmp_path / "r.html"))
     with mock_server(tmp_path) as server:
-        command(server, "--save-outputs", saved)
+        command(server, "--return-token-ids", "--jsonl", saved)
         assert command(server, "--num-requests", "25", *files) == DIFFERENT
         assert outputs_of(path) == COUNTS | {"expected": 30, "compared": 25, "not_sent": 5}
         assert "5 of 30 prompts in the file were never sent" in capsys.readouterr().err
@@ -259,7 +259,7 @@ def test_chat_and_trimmed_words_are_different_prompts(tmp_path: Path) -> None:
     saved, path = str(tmp_path / "outputs"), tmp_path / "r.json"
     trimmed = ["--prompt", "text", "--tokenizer", SMALL_MODEL]
     with mock_server(tmp_path) as server:
-        command(server, "--prompt", "text", "--save-outputs", saved)
+        command(server, "--prompt", "text", "--jsonl", saved)
         for words in (["--endpoint", "chat"], trimmed):
             assert command(server, *words, "--expect-file", saved, "--json", str(path)) == DIFFERENT
             assert outputs_of(path) == COUNTS | {"expected": 30, "not_sent": 30, "not_expected": 30}
@@ -305,15 +305,15 @@ def test_wrong_options_have_status_2(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert wrong.value.code == WRONG
 
 
+LINE = '{"prompt_digest":"d","num_output_asked":1,"error":"","text":"%s"}\n'
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
         ("not json\n", "cannot be read"),
         ("\n", "has no output"),
-        (
-            '{"prompt":"d","max_tokens":1,"text":"a"}\n{"prompt":"d","max_tokens":1,"text":"b"}\n',
-            "two different outputs",
-        ),
+        ("".join(LINE % text for text in "ab"), "two different outputs"),
     ],
 )
 def test_an_invalid_expect_file_is_refused(content: str, complaint: str, tmp_path: Path) -> None:
