@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from support.load.records import record
 
 from common.config.shared import SMALL_MODEL
 from common.errors import ConfigError
@@ -29,7 +28,6 @@ from scripts.load_tester.reporting.comparison_report import Pair, comparison_pag
 from scripts.load_tester.reporting.formats import percent
 from scripts.load_tester.reporting.headline import outputs_verdict
 from scripts.load_tester.reporting.html_report import page
-from scripts.load_tester.reporting.parquet import COLUMNS, write_parquet
 from scripts.load_tester.reporting.progress import ProgressView, panel
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.svg import log_ticks, ticks
@@ -46,10 +44,9 @@ def command(server: MockServer, *words: str) -> int:
 
 
 def test_one_run_writes_every_kind_of_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = {kind: tmp_path / f"r.{kind}" for kind in ("json", "jsonl", "html", "parquet")}
+    paths = {kind: tmp_path / f"r.{kind}" for kind in ("json", "jsonl", "html")}
     words = [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
     words += ["--svg", str(tmp_path / "pictures")]
-    pytest.importorskip("pyarrow")
     with mock_server(tmp_path, "--ttft", "0.01", "--itl", "0.002") as server:
         assert command(server, "--max-send-lateness", "1s", "--scrape-interval", "0.1", *words) in (FINE, INVALID)
     assert "time to first token" in capsys.readouterr().out
@@ -179,23 +176,8 @@ def test_options_without_effect_are_refused(words: dict[str, Any], complaint: st
     assert "s3cret" not in str(refused.value)
 
 
-def test_parquet_has_a_row_per_request_and_describes_its_columns(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [record(0.5, 0.6, timings={"prefill_s": 0.1}), record(error="dropped", index=1)]
-    write_parquet(rows, str(tmp_path / "r.parquet"))
-    table = parquet.read_table(tmp_path / "r.parquet")
-    assert table.num_rows == 2 and table.column_names == [name for name, _, _ in COLUMNS]
-    assert table["stamps_s"][0].as_py() == [0.5, 0.6]
-    assert (table["ttft_s"][0].as_py(), table["ttft_s"][1].as_py()) == (0.5, None)
-    assert all(table.schema.field(name).metadata[b"description"] for name in table.column_names)
-    known = set(RequestRecord.__struct_fields__) | {"ttft_s", "e2e_s", "tpot_s"}
-    assert known - set(table.column_names) == {"text", "ids", "num_events"}
-
-
 def test_the_manual_names_every_field_of_every_file() -> None:
     manual = (Path(__file__).parents[2] / "docs" / "loadtest.md").read_text()
-    rows = {f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in COLUMNS}
-    assert rows <= set(manual.splitlines())
     names = {
         *RequestRecord.__struct_fields__,
         *(own.name for own in fields(Report) if own.name != "records"),
