@@ -191,7 +191,6 @@ def print_table(figures: Sequence[Figure]) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=400, help="repetitions (%(default)s); evict: a twentieth")
-    parser.add_argument("--only-plans", action="store_true", help="do not measure the cache and the decode step")
     parser.add_argument(
         "--policies", type=comma_separated(str, among=ROWS), default=",".join(ROWS), help="of %(default)s"
     )
@@ -201,9 +200,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
-    rows = [] if options.only_plans else measure(options.repeats)
-    if rows:
-        print_table(rows)
+    rows = measure(options.repeats)
+    print_table(rows)
     gc.collect()
     gc.disable()
     plans = [
