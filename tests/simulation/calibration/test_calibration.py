@@ -136,7 +136,7 @@ def test_the_driver_measures_two_decode_nodes(tmp_path: Path) -> None:
     class SimulatedDriver(Driver):
         def _send(self, rows: Iterable[dict[str, int]], *, concurrency: int, **limits: object) -> list[StreamedRequest]:
             words = [f"--hardware={file}", "--cores=2", "--decode=2", f"--concurrency={concurrency}"]
-            sent = itertools.islice(rows, concurrency + 80)
+            sent = itertools.islice(rows, concurrency + 16)
             return simulated_sizes(words, [(row["input_length"], row["output_length"]) for row in sent])
 
     size = ServiceSize("m", 4_096, 1, 2, 100_000)
