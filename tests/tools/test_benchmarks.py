@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.harness.cpu_quota import why_no_quota
 from scripts.benchmarks.main import BENCHMARKS, NAMES, empty_figures, main
+from scripts.benchmarks.services.cpu_quota import why_no_quota
 
 ROOT = Path(__file__).resolve().parents[2]
 

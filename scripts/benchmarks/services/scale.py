@@ -42,8 +42,8 @@ from common.wire.key_folder import load_keys
 from common.wire.messages import Role
 from gateway.workers.routing.router import LocalPrefill, Router
 from scripts.benchmarks.harness.cpu_contention import cpu_seconds
-from scripts.benchmarks.harness.cpu_quota import MAX_PERCENT, MIN_PERCENT, cpu_quota, why_no_quota
 from scripts.benchmarks.harness.options import comma_separated
+from scripts.benchmarks.services.cpu_quota import MAX_PERCENT, MIN_PERCENT, cpu_quota, why_no_quota
 from scripts.benchmarks.services.gateways.client import Connection, http_post, is_complete
 from scripts.benchmarks.services.gateways.many_nodes import Order, Report, run_nodes
 from scripts.benchmarks.services.gateways.processes import pinned_process

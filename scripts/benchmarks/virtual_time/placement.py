@@ -19,7 +19,8 @@ import numpy as np
 
 from common.config.cli import parse
 from gateway.workers.routing.router import Router
-from scripts.benchmarks.harness.fixed_pairing import (
+from scripts.benchmarks.harness.options import comma_separated, num_nodes
+from scripts.benchmarks.virtual_time.fixed_pairing import (
     ByCost,
     InTurn,
     LeastLoad,
@@ -27,7 +28,6 @@ from scripts.benchmarks.harness.fixed_pairing import (
     LongestPrefix,
     PairedConfig,
 )
-from scripts.benchmarks.harness.options import comma_separated, num_nodes
 from scripts.load_tester.workload.plan import Plan, make_plan
 from scripts.load_tester.workload.planned_request import UNIQUE, PlannedRequest, segment_key
 from scripts.load_tester.workload.traces import read_trace

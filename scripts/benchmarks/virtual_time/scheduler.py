@@ -25,7 +25,8 @@ from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepResult
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from scripts.benchmarks.harness.options import comma_separated
-from scripts.benchmarks.harness.radix_tree import (
+from scripts.benchmarks.virtual_time.policies import ROWS, bench_plan, print_plans
+from scripts.benchmarks.virtual_time.radix_tree import (
     CHAIN_NODES,
     LEAF_TOKENS,
     PAGE_SIZE,
@@ -35,7 +36,6 @@ from scripts.benchmarks.harness.radix_tree import (
     figure,
     timed,
 )
-from scripts.benchmarks.virtual_time.policies import ROWS, bench_plan, print_plans
 
 SHORTEST = ("--repeats=3", "--policies=fcfs", "--waiting=1000")
 EVICT_TOKENS = 100_000
