@@ -22,7 +22,7 @@ from scripts.load_tester.output_files import check_file
 #: programs.
 BENCHMARKS = {
     "colocation": ("engines", "3 min", "15 s"),
-    "control": ("services", "2 min", "10 s"),
+    "control": ("services", "60 s", "5 s"),
     "disagg": ("services", "60 min", "10 s"),
     "engine": ("engines", "> 4 min", "15 s"),
     "foresight": ("virtual_time", "5 min", "20 s"),

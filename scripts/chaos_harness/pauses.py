@@ -31,7 +31,7 @@ class Injected:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A stream that has ended: the instants of its tokens, in order."""
+    """A stream of several tokens that has ended: their instants, in order."""
 
     stamps: Sequence[float]
     ended_at: float
@@ -45,8 +45,6 @@ def pauses_by_kind(faults: Sequence[Injected], streams: Iterable[Stream]) -> dic
     ordered = sorted(faults, key=lambda fault: (-fault.mark_s, fault.began_at))
     found: dict[str, list[float]] = {}
     for stream in streams:
-        if not stream.stamps:
-            continue
         overlapping = [f for f in ordered if stream.stamps[0] <= f.began_at < stream.ended_at]
         longest: dict[Injected, float] = {}
         for begin, end in zip(stream.stamps, [*stream.stamps[1:], stream.ended_at], strict=True):

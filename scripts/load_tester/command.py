@@ -80,16 +80,12 @@ def _finish(config: LoadtestConfig, report: Report) -> int:
 
 
 def _write_results(config: LoadtestConfig, report: Report) -> bool:
-    from scripts.load_tester.analysis.output_check import save_outputs
     from scripts.load_tester.reporting.charts import run_charts, write_svgs
     from scripts.load_tester.reporting.html_report import write_html
-    from scripts.load_tester.reporting.parquet import write_parquet
 
     return write_files([
         (config.json, lambda path: write_json(report.to_dict(), path)),
         (config.jsonl, lambda path: write_jsonl(report.records, path)),
-        (config.parquet, lambda path: write_parquet(report.records, path)),
-        (config.save_outputs, lambda path: save_outputs(report.records, path)),
         (config.html, lambda path: write_html([report], path)),
         (config.svg, lambda path: write_svgs(run_charts(report), path)),
     ])  # fmt: skip
@@ -98,11 +94,11 @@ def _write_results(config: LoadtestConfig, report: Report) -> bool:
 def check_outputs(config: LoadtestConfig) -> None:
     """Refuse before the run what would fail after it or have no effect.
 
-    Raises ConfigError: a file cannot be written, pyarrow is missing, or an option needs another one.
+    Raises ConfigError: a file cannot be written, or an option needs another one.
     """
     check_needs(config, NEEDS)
     written: list[tuple[str, str | None]] = []
-    for name in ("json", "jsonl", "parquet", "html", "save_outputs"):
+    for name in ("json", "jsonl", "html"):
         path, flag = getattr(config, name), flag_of(name)
         if not path or (name == "json" and path == TO_STDOUT):
             continue
@@ -110,10 +106,6 @@ def check_outputs(config: LoadtestConfig) -> None:
         written.append((flag, path))
     check_distinct(_inputs(config), written)
     check_folder(config.svg, "--svg")
-    if config.parquet:
-        from scripts.load_tester.reporting.parquet import require_pyarrow
-
-        require_pyarrow()
     if config.expect_file and not Path(config.expect_file).is_file():
         raise ConfigError(f"--expect-file {config.expect_file}: there is no such file")
 

@@ -195,9 +195,8 @@ class LoadtestConfig(LoadOptions, _Target):
     search_steps: int = option(5, "--find-goodput: bisections after the limit is enclosed.", minimum=0)
     sweep: str | None = option(None, "One run at each of these rates.", metavar="RATE,RATE,...")
     flush_cache: bool = option(False, "Empty the prefix cache first (Baton, SGLang; vLLM in development mode).")
-    save_outputs: str | None = option(None, "Write every output, for --expect-file of another run.", metavar="FILE")
     expect_file: str | None = option(
-        None, "Compare outputs, token for token, with these; every one of them must come.", metavar="FILE"
+        None, "Compare outputs, token for token, with those in this --jsonl of another run.", metavar="FILE"
     )
 
     # Outputs
@@ -205,7 +204,6 @@ class LoadtestConfig(LoadOptions, _Target):
         None, "Write the report; - for standard output, with all other lines on standard error.", metavar="FILE"
     )
     jsonl: str | None = option(None, "Write one line per request.", metavar="FILE")
-    parquet: str | None = option(None, "Write one row per request (needs pyarrow).", metavar="FILE")
     html: str | None = option(None, "Write the report as one self-contained page.", metavar="FILE")
     svg: str | None = option(None, "Write each chart as an SVG file into this folder.", metavar="FOLDER")
     live: bool = option(True, "Show live progress if standard error is a terminal.")
@@ -248,7 +246,7 @@ class LoadtestConfig(LoadOptions, _Target):
         if self.sweep and not all(map(_is_rate, self.sweep.split(","))):
             limits = f"{MIN_RATE:g} to {MAX_RATE:g} per second"
             raise ConfigError(f"--sweep must be rates ({limits}), such as 1,2,4, not {self.sweep!r}")
-        for name in ("jsonl", "parquet", "save_outputs", "expect_file") if self.sweep or self.find_goodput else ():
+        for name in ("jsonl", "expect_file") if self.sweep or self.find_goodput else ():
             if getattr(self, name):
                 raise ConfigError(f"{flag_of(name)} is for a single run: leave --sweep and --find-goodput out")
         if self.expect_file and not self.stream and self.return_token_ids:

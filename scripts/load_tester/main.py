@@ -28,7 +28,7 @@ Examples:
   loadtest --rate 1..10 --duration 2m --input-len lognormal:500:0.8:max=4000
   loadtest --find-goodput --slo-ttft 500ms             most requests/s in time
   loadtest --trace FILE --rate 2 --trace-window 0:60   a trace at another rate
-  loadtest --save-outputs A.jsonl, then --expect-file A.jsonl   same tokens?
+  loadtest --jsonl A.jsonl, then --expect-file A.jsonl   same tokens?
 
 Latencies count from the instant at which a request should have gone out. Exit status: 0 fine, 1 failed, 2 wrong
 options, 3 the run is invalid (the client fell behind), 4 regressed, 5 outputs of --expect-file differ or are

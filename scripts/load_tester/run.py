@@ -126,7 +126,6 @@ class _Run:
 
     def _prompts(self, server: ServerInfo, tokenizer: Tokenizer | None) -> RequestBodies:
         config = self._config
-        is_compared = bool(config.expect_file or config.save_outputs)
         vocab = server.vocab
         if config.vocab_size:
             vocab = ServerInfo(None, config.vocab_size, "", {}).vocab
@@ -141,7 +140,7 @@ class _Run:
             tokenizer,
             config.stream,
             config.ignore_eos,
-            config.return_token_ids or (is_compared and server.sends_ids(config.endpoint, config.stream)),
+            config.return_token_ids or (bool(config.expect_file) and server.sends_ids(config.endpoint, config.stream)),
             config.body_fields,
             bool(config.tenant_header or config.tenant_keys),
         )

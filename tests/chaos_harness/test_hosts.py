@@ -15,27 +15,25 @@ from scripts.chaos_harness import relay
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.hosts import Hosts, Link, NoNamespaces
 
-#: Sends datagrams to an address, or counts those that come within five seconds of the last.
+#: Sends datagrams to an address, and then empty ones without end; all of them keep their order.
 SEND = """
-import socket, sys
+import socket, sys, time
 to = (sys.argv[1], 5_000)
 sender = socket.socket(type=socket.SOCK_DGRAM)
 for number in range(int(sys.argv[2])):
     sender.sendto(bytes(int(sys.argv[3])), to)
+while True:
+    sender.sendto(b"", to)
+    time.sleep(0.01)
 """
+#: Counts datagrams until an empty one comes.
 COUNT = """
 import socket, sys
 listener = socket.socket(type=socket.SOCK_DGRAM)
 listener.bind((sys.argv[1], 5_000))
 print("ready", flush=True)
-listener.settimeout(30)
-sizes = []
-try:
-    while True:
-        sizes.append(len(listener.recv(65_536)))
-        listener.settimeout(5)
-except TimeoutError:
-    print(len(sizes), max(sizes, default=0))
+sizes = [len(one) for one in iter(lambda: listener.recv(65_536), b"")]
+print(len(sizes), max(sizes, default=0))
 """
 
 
@@ -67,8 +65,11 @@ def received(hosts: Hosts, count: int, size: int) -> tuple[int, int]:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as counter:
         assert counter.stdout is not None
         assert counter.stdout.readline() == "ready\n"
-        run_on(hosts, "a", sys.executable, "-c", SEND, hosts.address("b"), count, size)
-        number, largest = counter.stdout.read().split()
+        with subprocess.Popen(
+            hosts.command("a", sys.executable, "-c", SEND, hosts.address("b"), count, size)
+        ) as sender:
+            number, largest = counter.stdout.read().split()
+            sender.kill()
     return int(number), int(largest)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from scripts.chaos_harness.answers import Answer, Output, Verdict
+from scripts.chaos_harness.pauses import Stream
 from scripts.chaos_harness.process_resources import ProcessResources, num_descriptors
 from scripts.chaos_harness.report import figures, table
 from scripts.chaos_harness.verdicts import Findings, Tally, broken_invariants, held, long_pauses
@@ -68,6 +69,18 @@ def test_a_refused_request_breaks_nothing() -> None:
     tally = Tally()
     tally.add(REQUEST, Answer(status=429, code="queue_full"), REFERENCE)
     assert broken_invariants(tally, Findings()) == []
+
+
+def test_a_tally_has_accepted_requests_errors_streams_and_the_first_examples() -> None:
+    tally = Tally()
+    good = answer(1, 2, 3, stamps=[1.0, 2.0], ended_at=2.5)
+    for given in (good, Answer(status=429, code="queue_full"), BAD[Verdict.FAILED], *[BAD[Verdict.WRONG]] * 12):
+        tally.add(REQUEST, given, REFERENCE)
+    assert tally.num_sent == 14
+    assert tally.errors == {"queue_full": 1, "node_lost": 1}
+    assert tally.streams == [Stream([1.0, 2.0], 2.5)]
+    assert len(tally.examples) == 10
+    assert tally.examples[0].startswith(f"request 0 ({REQUEST.kind}) ended with an error: node_lost: ")
 
 
 FOUND = {

@@ -181,6 +181,14 @@ def test_a_loss_during_an_upgrade_is_made_good_at_once() -> None:
     assert plan(desired(revision=2), found, 0.0) == [Discard("decode-1"), Start("decode")]
 
 
+def test_an_upgrade_goes_on_once_the_old_one_has_drained_but_makes_a_loss_good_meanwhile() -> None:
+    before = [one("gateway-0", revision=2), one("prefill-0", revision=2), one("decode-2", revision=2)]
+    draining, gone = one("decode-1", STOPPING), one("decode-1", GONE)
+    assert plan(desired(revision=2), [*before, one("decode-0"), draining], 0.0) == []
+    assert plan(desired(revision=2), [*before, one("decode-0"), gone], 0.0) == [Discard("decode-1"), Start("decode")]
+    assert plan(desired(decode=3, revision=2), [*before, one("decode-0"), draining], 0.0) == [Start("decode")]
+
+
 phases = st.sampled_from(list(Phase))
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.load.mock_server import MockServer, load, mock_server
 
+from scripts.benchmarks.harness.mock_server import MockServer, load, mock_server
 from scripts.load_tester import run
 from scripts.load_tester.client import client_pool, client_process, http_client
 from scripts.load_tester.client.ipc import SendRequest, Setup, StartClock

@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
-from support.load.mock_server import load, mock_server
 
 from common.config.cli import parse
 from common.errors import ConfigError
+from scripts.benchmarks.harness.mock_server import load, mock_server
 from scripts.load_tester import command
 from scripts.load_tester.client.client_pool import ClientPool
 from scripts.load_tester.client.request_headers import client_setup, common_headers

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.load.mock_server import mock_server
 
+from scripts.benchmarks.harness.mock_server import mock_server
 from scripts.load_tester.analysis.compare import add_verdicts, changes_of, compare
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.main import main

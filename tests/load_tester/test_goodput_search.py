@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from support.load.mock_server import mock_server
 
 from common.errors import ConfigError
+from scripts.benchmarks.harness.mock_server import mock_server
 from scripts.load_tester.analysis.goodput_search import find_goodput, measure
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.main import main

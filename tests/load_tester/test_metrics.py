@@ -247,6 +247,14 @@ def test_ten_requests_at_a_time_are_not_poisson() -> None:
     assert arrival_check(run_of(together), LoadtestConfig(rate="10"), True)["distinct_gaps"] < 0.2
 
 
+def test_gamma_arrivals_are_checked_by_their_coefficient_of_variation() -> None:
+    twice_as_varied = np.cumsum(np.random.default_rng(4).standard_gamma(1 / 4, 400) * 4)
+    assert judged(run_of(twice_as_varied / 10), rate="10", arrival="gamma", cv=2.0) == []
+    for cv in (0.5, 1.0, 4.0):
+        [reason] = judged(run_of(twice_as_varied / 10), rate="10", arrival="gamma", cv=cv)
+        assert "not those of gamma arrivals" in reason
+
+
 @pytest.mark.parametrize(
     ("options", "cv"), [({"arrival": "constant"}, 0.0), ({"arrival": "burst", "burst_size": 5}, 2.0)]
 )

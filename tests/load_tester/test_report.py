@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from support.load.mock_server import MockServer, mock_server
-from support.load.records import record
 
 from common.config.shared import SMALL_MODEL
 from common.errors import ConfigError
+from scripts.benchmarks.harness.mock_server import MockServer, mock_server
 from scripts.load_tester.analysis import metrics
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.client.ipc import Progress
@@ -29,7 +28,6 @@ from scripts.load_tester.reporting.comparison_report import Pair, comparison_pag
 from scripts.load_tester.reporting.formats import percent
 from scripts.load_tester.reporting.headline import outputs_verdict
 from scripts.load_tester.reporting.html_report import page
-from scripts.load_tester.reporting.parquet import COLUMNS, write_parquet
 from scripts.load_tester.reporting.progress import ProgressView, panel
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.svg import log_ticks, ticks
@@ -46,10 +44,9 @@ def command(server: MockServer, *words: str) -> int:
 
 
 def test_one_run_writes_every_kind_of_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = {kind: tmp_path / f"r.{kind}" for kind in ("json", "jsonl", "html", "parquet")}
+    paths = {kind: tmp_path / f"r.{kind}" for kind in ("json", "jsonl", "html")}
     words = [word for kind, path in paths.items() for word in (f"--{kind}", str(path))]
     words += ["--svg", str(tmp_path / "pictures")]
-    pytest.importorskip("pyarrow")
     with mock_server(tmp_path, "--ttft", "0.01", "--itl", "0.002") as server:
         assert command(server, "--max-send-lateness", "1s", "--scrape-interval", "0.1", *words) in (FINE, INVALID)
     assert "time to first token" in capsys.readouterr().out
@@ -179,23 +176,8 @@ def test_options_without_effect_are_refused(words: dict[str, Any], complaint: st
     assert "s3cret" not in str(refused.value)
 
 
-def test_parquet_has_a_row_per_request_and_describes_its_columns(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [record(0.5, 0.6, timings={"prefill_s": 0.1}), record(error="dropped", index=1)]
-    write_parquet(rows, str(tmp_path / "r.parquet"))
-    table = parquet.read_table(tmp_path / "r.parquet")
-    assert table.num_rows == 2 and table.column_names == [name for name, _, _ in COLUMNS]
-    assert table["stamps_s"][0].as_py() == [0.5, 0.6]
-    assert (table["ttft_s"][0].as_py(), table["ttft_s"][1].as_py()) == (0.5, None)
-    assert all(table.schema.field(name).metadata[b"description"] for name in table.column_names)
-    known = set(RequestRecord.__struct_fields__) | {"ttft_s", "e2e_s", "tpot_s"}
-    assert known - set(table.column_names) == {"text", "ids", "num_events"}
-
-
 def test_the_manual_names_every_field_of_every_file() -> None:
     manual = (Path(__file__).parents[2] / "docs" / "loadtest.md").read_text()
-    rows = {f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in COLUMNS}
-    assert rows <= set(manual.splitlines())
     names = {
         *RequestRecord.__struct_fields__,
         *(own.name for own in fields(Report) if own.name != "records"),
@@ -207,7 +189,7 @@ def test_the_manual_names_every_field_of_every_file() -> None:
 def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
     saved = str(tmp_path / "outputs")
     with mock_server(tmp_path) as server:
-        command(server, "--save-outputs", saved)
+        command(server, "--return-token-ids", "--jsonl", saved)
         same = command(server, "--expect-file", saved, "--json", str(tmp_path / "same.json"))
         lines = Path(saved).read_text().splitlines()
         spoiled = json.loads(lines[3])
@@ -238,7 +220,7 @@ def test_an_output_check_needs_every_expected_output(tmp_path: Path, capsys: pyt
     saved, path = str(tmp_path / "outputs"), tmp_path / "r.json"
     files = ("--expect-file", saved, "--json", str(path), "--html", str(tmp_path / "r.html"))
     with mock_server(tmp_path) as server:
-        command(server, "--save-outputs", saved)
+        command(server, "--return-token-ids", "--jsonl", saved)
         assert command(server, "--num-requests", "25", *files) == DIFFERENT
         assert outputs_of(path) == COUNTS | {"expected": 30, "compared": 25, "not_sent": 5}
         assert "5 of 30 prompts in the file were never sent" in capsys.readouterr().err
@@ -259,7 +241,7 @@ def test_chat_and_trimmed_words_are_different_prompts(tmp_path: Path) -> None:
     saved, path = str(tmp_path / "outputs"), tmp_path / "r.json"
     trimmed = ["--prompt", "text", "--tokenizer", SMALL_MODEL]
     with mock_server(tmp_path) as server:
-        command(server, "--prompt", "text", "--save-outputs", saved)
+        command(server, "--prompt", "text", "--jsonl", saved)
         for words in (["--endpoint", "chat"], trimmed):
             assert command(server, *words, "--expect-file", saved, "--json", str(path)) == DIFFERENT
             assert outputs_of(path) == COUNTS | {"expected": 30, "not_sent": 30, "not_expected": 30}
@@ -305,15 +287,15 @@ def test_wrong_options_have_status_2(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert wrong.value.code == WRONG
 
 
+LINE = '{"prompt_digest":"d","num_output_asked":1,"error":"","text":"%s"}\n'
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
         ("not json\n", "cannot be read"),
         ("\n", "has no output"),
-        (
-            '{"prompt":"d","max_tokens":1,"text":"a"}\n{"prompt":"d","max_tokens":1,"text":"b"}\n',
-            "two different outputs",
-        ),
+        ("".join(LINE % text for text in "ab"), "two different outputs"),
     ],
 )
 def test_an_invalid_expect_file_is_refused(content: str, complaint: str, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.load.mock_server import load, mock_server
 
 from common.config.shared import SMALL_MODEL
 from common.errors import ConfigError
+from scripts.benchmarks.harness.mock_server import load, mock_server
 from scripts.load_tester.command import load_command
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.run import run_load

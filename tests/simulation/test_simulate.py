@@ -246,10 +246,15 @@ def test_the_table_is_shown_even_if_the_file_cannot_be_written(capsys: pytest.Ca
     assert said.err == "simulate: cannot write --json /dev/full: No space left on device\n"
 
 
+SEARCH = [
+    "--plan", "--slo-ttft=10s", "--rate=1", "--plan-requests=9", "--plan-windows=3", "--plan-processes=1",
+    "--chunked-prefill-size=2048", "--max-running-requests=64", "--local-prefill=auto",
+]  # fmt: skip
+
+
 def test_files_are_written_though_nothing_reads_the_table(tmp_path: Path) -> None:
     plan, single = tmp_path / "plan.json", tmp_path / "single.json"
-    search = ["--plan", "--slo-ttft=10s", "--rate=1", "--plan-requests=9", "--plan-windows=3", "--plan-processes=1"]
-    for file, words in ((plan, search), (single, ["--num-requests=2"])):
+    for file, words in ((plan, SEARCH), (single, ["--num-requests=2"])):
         reading, writing = os.pipe()
         os.close(reading)
         command = [sys.executable, "-m", "scripts.cli", "simulate", *words, f"--json={file}"]
@@ -271,9 +276,8 @@ def test_the_report_is_written_though_the_disk_has_no_room_for_the_table(
 
 
 def test_a_plan_that_cannot_be_written_is_no_wrong_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    search = ["--plan", "--slo-ttft=10s", "--rate=1", "--plan-requests=9", "--plan-windows=3", "--plan-processes=1"]
     page = tmp_path / "plan.html"
-    assert main([*search, "--json=/dev/full", f"--html={page}"]) == 1
+    assert main([*SEARCH, "--json=/dev/full", f"--html={page}"]) == 1
     assert capsys.readouterr().err == "simulate: cannot write --json /dev/full: No space left on device\n"
     assert "<html" in page.read_text()
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.load.mock_server import MockServer, mock_server
 
+from scripts.benchmarks.harness.mock_server import MockServer, mock_server
 from scripts.benchmarks.main import main
 from scripts.benchmarks.services import pictures as bench_pictures
 

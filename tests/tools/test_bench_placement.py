@@ -10,14 +10,14 @@ from support.gateway.candidates import Candidate
 
 from common.config.cli import parse
 from gateway.workers.routing.router import Router
-from scripts.benchmarks.harness.fixed_pairing import (
+from scripts.benchmarks.virtual_time import placement
+from scripts.benchmarks.virtual_time.fixed_pairing import (
     InTurn,
     LeastLoad,
     LeastLoadWithAffinity,
     LongestPrefix,
     PairedConfig,
 )
-from scripts.benchmarks.virtual_time import placement
 from scripts.load_tester.workload.plan import make_plan
 
 NODES = [tuple(Candidate(f"{role}{number}", 1_000) for number in range(2)) for role in "pd"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.harness.cpu_quota import why_no_quota
 from scripts.benchmarks.main import BENCHMARKS, NAMES, empty_figures, main
+from scripts.benchmarks.services.cpu_quota import why_no_quota
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,9 +69,10 @@ def test_a_mistake_is_named_before_anything_is_measured(
         (["transfer", "--transports=shm,foo"], "'foo' is none of shm, cuda-ipc, tcp, nixl, gloo, nccl"),
         (["gpu", "--transports=foo"], "'foo' is none of shm, cuda-ipc, tcp, nixl, gloo, nccl"),
         (["placement", "--loads=a"], "'a' is not a list of numbers"),
+        (["grammar", "--dtype=fp9"], "argument --dtype: invalid choice: 'fp9'"),
     ],
 )
-def test_a_mistake_in_a_list_is_named_before_anything_is_measured(
+def test_a_wrong_choice_is_named_before_anything_is_measured(
     words: list[str], mistake: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

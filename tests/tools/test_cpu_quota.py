@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from scripts.benchmarks.harness import cpu_quota as module
-from scripts.benchmarks.harness.cpu_quota import cpu_quota, why_no_quota
+from scripts.benchmarks.services import cpu_quota as module
+from scripts.benchmarks.services.cpu_quota import cpu_quota, why_no_quota
 
 
 @pytest.mark.skipif(bool(why_no_quota()), reason="no control group can be made here")

@@ -1,8 +1,11 @@
-"""Imports between modules form no cycle."""
+"""Imports between modules form no cycle, and an installation has all that modules need."""
+
+from pathlib import Path
 
 import grimp
 import networkx
 
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("common", "decode_node", "gateway", "kv_transfer", "prefill_node", "scripts")
 
 
@@ -16,3 +19,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     )
     assert imports.number_of_edges() > 1_000
     assert [sorted(circle) for circle in networkx.strongly_connected_components(imports) if len(circle) > 1] == []
+
+
+def test_no_module_needs_the_folder_of_tests_which_a_wheel_lacks() -> None:
+    modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    assert [path.name for path in modules if '"tests"' in path.read_text()] == []

@@ -10,10 +10,6 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
-import pytest
-
-from scripts import cli
-from scripts.benchmarks import main as bench
 from scripts.requirements import missing, release, requirements, strays
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,19 +93,6 @@ def test_every_package_is_installed_and_checked():
     for name in (".".join(folder.relative_to(ROOT).parts) for folder in folders):
         assert any(fnmatch(name, pattern) for pattern in patterns), name
     assert tops == set(PROJECT["tool"]["mypy"]["packages"]) == set(PROJECT["tool"]["importlinter"]["root_packages"])
-
-
-def test_benchmarks_are_found_by_name(capsys):
-    assert "scheduler" in bench.NAMES
-    assert bench.main(["nonsense"]) == 2
-    assert "scheduler" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("words", "status"), [([], 2), (["--help"], 0), (["nonsense"], 2)])
-def test_an_unknown_command_lists_the_commands(monkeypatch, capsys, words, status):
-    monkeypatch.setattr(sys, "argv", ["baton", *words])
-    assert cli.main() == status
-    assert "baton COMMAND --help" in "".join(capsys.readouterr())
 
 
 def test_a_command_that_is_stopped_during_setup_does_not_continue(tmp_path):

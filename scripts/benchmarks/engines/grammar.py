@@ -21,6 +21,7 @@ from llguidance import LLTokenizer
 
 from common.config.shared import SMALL_MODEL
 from common.engine.executor import TorchExecutor
+from common.engine.kv_pool import TORCH_DTYPES
 from common.engine.models.config import ModelConfig
 from common.engine.sampling.constraints import MaskedRow, OutputConstraint, TokenMasks
 from common.engine.sampling.grammar import GrammarCompiler, token_ids
@@ -73,13 +74,13 @@ class Vocabulary:
 def add_options(parser: argparse.ArgumentParser) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=device, help="(%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(TORCH_DTYPES), help="(%(default)s)")
     parser.add_argument("--threads", type=int, default=None, help="threads of torch (one per core)")
-    parser.add_argument("--attention", default="auto", help="attention backend (%(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="rows of a step (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="decode steps of a round (%(default)s)")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds, whose steps are pooled (%(default)s)")
+    parser.set_defaults(attention="auto")
 
 
 def run(options: Options) -> dict[str, float]:

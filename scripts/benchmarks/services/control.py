@@ -1,44 +1,31 @@
-"""Price of CURVE on the control plane: processor time per message at both ends, and per answer at the gateway.
+"""Price of CURVE on the control plane: processor time per message at both ends.
 
 Two processes exchange messages through mailboxes, with keys and without. The processor time of each process, all its
 threads, is divided by the number of messages: encoding, ZMQ, encryption, and decoding at the receiver. A prompt is a
 ``Generate`` as the gateway sends it to both nodes, with token ids of a vocabulary of 151,936.
 
-The gateway is that of ``bench gateway``, with nodes without an engine, with keys and with ``--insecure``.
+``bench gateway`` measures a whole gateway with keys and without.
 """
 
 import argparse
-import asyncio
-import contextlib
 import multiprocessing
 import random
 import statistics
 import time
 from multiprocessing.connection import Connection as Pipe
 
-import uvloop
 import zmq
 
-from common.config.shared import SMALL_MODEL
 from common.sampling_params import SamplingParams
 from common.wire.curve import CurveKeys, draw_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import Connect, FromDecode, FromGateway, Generate, LayoutMessage, Message, Peer, Ping
 from common.wire.process_id import new_incarnation
-from scripts.benchmarks.services.gateway import LOADS
-from scripts.benchmarks.services.gateways.baton import baton
-from scripts.benchmarks.services.gateways.client import measure
-from scripts.benchmarks.services.gateways.processes import split_cores
 
 SHORTEST = ("--seconds=0.3", "--rounds=1")
 VOCABULARY = 151_936
 KINDS = ("plain", "keys")
-OPTIONS = {"plain": ("--insecure",), "keys": ()}
 AHEAD = 64  # unread messages at most, so that neither side waits for memory
-GATEWAY_LOADS = [
-    load for load in LOADS if load.name in ("completions, 16 connections", "completion chunks, 64 streams")
-]
-
 Keys = tuple[CurveKeys, CurveKeys] | None
 
 
@@ -114,22 +101,6 @@ def exchange(message: Message, keys: Keys, seconds: float) -> tuple[float, float
     return found
 
 
-async def gateway_costs(seconds: float, rounds: int) -> dict[tuple[str, str], float]:
-    """Microseconds of the gateway's processor time per answer and chunk, by load and kind; measured in turns."""
-    found: dict[tuple[str, str], list[float]] = {}
-    cores = split_cores(is_pinned=True)
-    async with contextlib.AsyncExitStack() as stack:
-        gateways = {
-            kind: await stack.enter_async_context(baton(SMALL_MODEL, cores, options=OPTIONS[kind])) for kind in KINDS
-        }
-        for _ in range(rounds):
-            for load in GATEWAY_LOADS:
-                for kind, gateway in gateways.items():
-                    measured = await measure(gateway, load, seconds)
-                    found.setdefault((load.name, kind), []).append(measured.cpu_us)
-    return {key: statistics.median(values) for key, values in found.items()}
-
-
 def run(options: argparse.Namespace) -> dict[str, float]:
     figures: dict[str, float] = {}
     print(f"{'CPU us per':32} {'plain':>17} {'with keys':>17}   sender, receiver")
@@ -142,12 +113,6 @@ def run(options: argparse.Namespace) -> dict[str, float]:
                 figures[f"{name}, {kind}, {end}"] = statistics.median(values) * 1e6
             cells.append(" ".join(f"{figures[f'{name}, {kind}, {end}']:8.1f}" for end in ("sender", "receiver")))
         print(f"{name:32} {cells[0]:>17} {cells[1]:>17}")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        costs = runner.run(gateway_costs(options.seconds, options.rounds))
-    figures |= {f"{name}, {kind}, gateway": value for (name, kind), value in costs.items()}
-    for load in GATEWAY_LOADS:
-        plain, with_keys = (costs[load.name, kind] for kind in KINDS)
-        print(f"{load.name:32} {plain:17.1f} {with_keys:17.1f}   gateway, each answer or chunk")
     return figures
 
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME
+from common.config.shared import SMALL_MODEL_NAME
 from scripts.benchmarks.services.gateways.baton import baton
 from scripts.benchmarks.services.gateways.client import Gateway, Load, Measurement, measure
 from scripts.benchmarks.services.gateways.peers import ROUTERS, installed_peers, peer, raw_server
@@ -63,11 +63,11 @@ async def measure_all(
 
 async def run_all(options: argparse.Namespace) -> dict[str, float]:
     commands = {} if options.no_peers else installed_peers(dict(options.peer))
-    cores = split_cores(is_pinned=not options.no_pin)
+    cores = split_cores()
     async with contextlib.AsyncExitStack() as stack:
         gateways = [
-            await stack.enter_async_context(baton(options.model, cores)),
-            await stack.enter_async_context(baton(options.model, cores, name=PLAIN, options=("--insecure",))),
+            await stack.enter_async_context(baton(cores)),
+            await stack.enter_async_context(baton(cores, name=PLAIN, options=("--insecure",))),
         ]
         for name, command in commands.items():
             gateways.append(await stack.enter_async_context(peer(name, command, cores)))
@@ -119,8 +119,6 @@ def named_program(text: str) -> tuple[str, str]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind (%(default)s)")
-    parser.add_argument("--model", default=SMALL_MODEL, help="folder with a tokenizer and a chat template")
-    parser.add_argument("--no-pin", action="store_true", help="do not pin the gateways to a core")
     parser.add_argument("--no-peers", action="store_true", help="measure Baton and the raw server alone")
     parser.add_argument(
         "--peer", type=named_program, action="append", default=[], metavar="NAME=PROGRAM",

@@ -70,7 +70,7 @@ def measure(options: Options) -> tuple[list[Sample], list[str]]:
             contention = CpuContention(os.sched_getaffinity(0))
             with running_service(flags(name, model, options.dtype)) as url:
                 for length in options.lengths:
-                    found = samples_of(url, name, length, options, options.seed + number)
+                    found = samples_of(url, name, length, options, number)
                     samples += found
                     say(f"    {line_of(found)}")
             others = contention.cores()
@@ -191,7 +191,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=2, help="repetitions, each with new services (%(default)s)")
     add("--new-tokens", type=int, default=12, help="output tokens of each request (%(default)s)")
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
-    add("--seed", type=int, default=0, help="of the first round (%(default)s)")
 
 
 def run(options: Options) -> dict[str, float]:

@@ -5,22 +5,16 @@ requests went out, and the seconds to the first request. On a quiet machine the 
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
 
 from scripts.benchmarks.harness.cpu_contention import CpuContention
-from scripts.load_tester.config import LoadtestConfig
-from scripts.load_tester.reporting.report import Report
-from scripts.load_tester.run import run_load
+from scripts.benchmarks.harness.mock_server import load, mock_server
 
 SHORTEST = ("--num-requests=20", "--repeats=1", "--output-len=8")
-ROOT = Path(__file__).resolve().parents[3]
 LATENCIES = {"ttft": "ttft_sent", "itl": "itl", "e2e": "e2e_sent"}  # name in the table, name in the report
 
 
@@ -48,21 +42,16 @@ def run(options: argparse.Namespace) -> dict[str, float]:
 def one_run(options: argparse.Namespace, seed: int) -> dict[str, float]:
     """Figures of one run by the report and by the mock server."""
     with tempfile.TemporaryDirectory() as folder:
-        truth_path = Path(folder) / "truth.jsonl"
-        script = str(ROOT / "tests" / "support" / "load" / "mock_openai.py")
-        flags = ["--ttft", "0.1", "--itl", "0.01", "--truth", str(truth_path)]
-        with subprocess.Popen([sys.executable, script, *flags], stdout=subprocess.PIPE, text=True) as mock:
-            assert mock.stdout
-            try:
-                report = _load(options, seed, int(mock.stdout.readline()))
-            finally:
-                mock.terminate()
-        truth = [json.loads(line) for line in truth_path.read_text().splitlines()]
+        with mock_server(Path(folder), "--ttft", "0.1", "--itl", "0.01") as mock:
+            report = load(
+                mock, endpoint="chat", rate=f"{options.rate:g}", num_requests=options.num_requests, input_len="64",
+                output_len=str(options.output_len), seed=seed,
+            )  # fmt: skip
     print(f"run {seed + 1}: {'valid' if report.is_valid else '; '.join(report.reasons)}", flush=True)
     true_s = {
-        "ttft": [one["stamps"][0] - one["arrived_at"] for one in truth],
-        "itl": [later - earlier for one in truth for earlier, later in pairwise(one["stamps"])],
-        "e2e": [one["stamps"][-1] - one["arrived_at"] for one in truth],
+        "ttft": [one["stamps"][0] - one["arrived_at"] for one in mock.truth],
+        "itl": [later - earlier for one in mock.truth for earlier, later in pairwise(one["stamps"])],
+        "e2e": [one["stamps"][-1] - one["arrived_at"] for one in mock.truth],
     }
     figures = {f"{name} by the mock, ms": 1e3 * statistics.median(values) for name, values in true_s.items()}
     figures |= {f"{name} by the report, ms": 1e3 * report.latency[own]["p50"] for name, own in LATENCIES.items()}
@@ -71,13 +60,3 @@ def one_run(options: argparse.Namespace, seed: int) -> dict[str, float]:
         "late by (p99), ms": 1e3 * report.arrivals["lateness"]["p99"],
         "first request after, s": report.start_up_s or 0.0,
     }
-
-
-def _load(options: argparse.Namespace, seed: int, port: int) -> Report:
-    return run_load(
-        LoadtestConfig(
-            url=f"http://127.0.0.1:{port}", endpoint="chat", rate=f"{options.rate:g}",
-            num_requests=options.num_requests, input_len="64", output_len=str(options.output_len), seed=seed,
-            scrape="none",
-        )
-    )  # fmt: skip

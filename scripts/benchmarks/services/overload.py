@@ -26,15 +26,14 @@ MAY_BE_ZERO = ("goodput at 1x", "goodput at 3x", "goodput before the storm", "go
 DEADLINE_FACTOR = 4.0
 #: Arrivals per request that can be served.
 OVERLOAD = 3.0
+#: Requests that run at once, those that wait at most, and tokens of each answer.
+NUM_RUNNING, NUM_QUEUED, NUM_TOKENS = 8, 64, 16
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each load (default: 30)")
     parser.add_argument("--window", type=float, default=5.0, help="seconds between two figures (default: 5)")
     parser.add_argument("--clients", type=int, default=200, help="that leave and come back (default: 200)")
-    parser.add_argument("--running", type=int, default=8, help="requests that run at once (default: 8)")
-    parser.add_argument("--queued", type=int, default=64, help="requests that wait at most (default: 64)")
-    parser.add_argument("--tokens", type=int, default=16, help="of each answer (default: 16)")
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
@@ -42,8 +41,8 @@ def run(options: argparse.Namespace) -> dict[str, float]:
         "--dtype=float32",
         "--threads=1",
         "--max-total-tokens=8192",
-        f"--max-running-requests={options.running}",
-        f"--max-queued-requests={options.queued}",
+        f"--max-running-requests={NUM_RUNNING}",
+        f"--max-queued-requests={NUM_QUEUED}",
         "--max-dispatch-ahead=4",
         "--no-log-requests",
     ]
@@ -96,7 +95,7 @@ class Overload:
                 await self._ask()
 
         async with asyncio.TaskGroup() as clients:
-            for _ in range(self._options.running + 4):
+            for _ in range(NUM_RUNNING + 4):
                 clients.create_task(client())
         return len(self.ended_at) / seconds
 
@@ -172,7 +171,7 @@ class Overload:
         body = json.dumps(
             {
                 "input_ids": [self._drawn.randrange(10, 200) for _ in range(32)],
-                "sampling_params": {"max_new_tokens": self._options.tokens, "ignore_eos": True},
+                "sampling_params": {"max_new_tokens": NUM_TOKENS, "ignore_eos": True},
                 "deadline_ms": round(1000 * self._deadline_s),
             }
         ).encode()

@@ -41,8 +41,8 @@ from common.system.open_files import raise_open_file_limit
 from common.wire.key_folder import load_keys
 from gateway.workers.routing.router import LocalPrefill, Router
 from scripts.benchmarks.harness.cpu_contention import cpu_seconds
-from scripts.benchmarks.harness.cpu_quota import MAX_PERCENT, MIN_PERCENT, cpu_quota, why_no_quota
 from scripts.benchmarks.harness.options import comma_separated
+from scripts.benchmarks.services.cpu_quota import MAX_PERCENT, MIN_PERCENT, cpu_quota, why_no_quota
 from scripts.benchmarks.services.gateways.client import Connection, http_post, is_complete
 from scripts.benchmarks.services.gateways.many_nodes import Order, Report, run_nodes
 from scripts.benchmarks.services.gateways.processes import pinned_process
@@ -52,6 +52,8 @@ SHORTEST = (
     "--connections=64",
 )  # fmt: skip
 VOCABULARY, SHARED_PREFIXES = 4_000, 50
+#: Prompt lengths for the router alone, and that of the service; processes among which its nodes are divided.
+PAIRING_TOKENS, PROMPT_TOKENS, NUM_PROCESSES = (100, 8_000), 100, 2
 COMPLETIONS = "/v1/completions"
 MODES: dict[str, LocalPrefill] = {"prefill nodes": "never", "--local-prefill auto": "auto"}
 #: How long the benchmark waits for each state, and how long nodes may be silent. All of them are in few processes.
@@ -129,7 +131,7 @@ def pairing_table(options: argparse.Namespace) -> dict[str, float]:
     gc.disable()
     for name, mode in MODES.items():
         for num_nodes in options.pairing_nodes:
-            for num_tokens in options.pairing_tokens:
+            for num_tokens in PAIRING_TOKENS:
                 hashing, choosing = pairing(num_nodes, num_tokens, mode, options.choices)
                 row = f"{num_nodes:,} nodes, {name}"
                 figures[f"{row}, {num_tokens:,} tokens, choosing us"] = choosing
@@ -288,7 +290,7 @@ class Table:
 
 
 def _prompts(options: argparse.Namespace, drawn: random.Random) -> list[list[int]]:
-    return [[drawn.randrange(VOCABULARY) for _ in range(options.prompt_tokens)] for _ in range(options.batch)]
+    return [[drawn.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(options.batch)]
 
 
 async def measure_held(
@@ -440,11 +442,11 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     keys = load_keys(None, is_insecure=False, role="node")
     fork = multiprocessing.get_context("fork")
     pipes, processes = [], []
-    for index in range(options.processes):
+    for index in range(NUM_PROCESSES):
         ours, theirs = multiprocessing.Pipe()
         names: dict[Role, list[str]] = {
-            "prefill": [f"prefill-{i}" for i in range(num_prefill)][index :: options.processes],
-            "decode": [f"decode-{i}" for i in range(options.nodes - num_prefill)][index :: options.processes],
+            "prefill": [f"prefill-{i}" for i in range(num_prefill)][index::NUM_PROCESSES],
+            "decode": [f"decode-{i}" for i in range(options.nodes - num_prefill)][index::NUM_PROCESSES],
         }
         process = fork.Process(target=run_nodes, args=(theirs, names, options.room, keys))
         process.start()
@@ -475,13 +477,11 @@ def _percent(text: str) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     numbers = comma_separated(int)
     parser.add_argument("--pairing-nodes", type=numbers, default="10,100,1000", help="for the router (%(default)s)")
-    parser.add_argument("--pairing-tokens", type=numbers, default="100,8000", help="of its prompts (%(default)s)")
     parser.add_argument("--choices", type=int, default=1_000, help="pairs that it chooses of each kind (%(default)s)")
     parser.add_argument("--no-pairing", action="store_true", help="measure the service alone")
     parser.add_argument("--nodes", type=int, default=1_000, help="of the service (%(default)s)")
     parser.add_argument("--in-flight", type=int, default=100_000, help="requests at once (%(default)s)")
     parser.add_argument("--batch", type=int, default=20, help="prompts of one HTTP stream (%(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=100, help="of each of them (%(default)s)")
     parser.add_argument("--connections", type=int, default=512, help="of the client that measures rates (%(default)s)")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement (%(default)s)")
     parser.add_argument(
@@ -489,4 +489,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of a core that each gateway gets at most; needs root and control groups (default: no limit)",
     )  # fmt: skip
     parser.add_argument("--rates-only", action="store_true", help="hold no requests, and measure rates alone")
-    parser.add_argument("--processes", type=int, default=2, help="among which the nodes are divided (%(default)s)")

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import uvloop
 from aiohttp import web
 
-from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME
+from common.config.shared import SMALL_MODEL_NAME
 from scripts.benchmarks.harness.cpu_contention import cpu_seconds
 from scripts.benchmarks.services.gateways.baton import baton
 from scripts.benchmarks.services.gateways.client import (
@@ -116,7 +116,7 @@ async def measure_all(gateways: Sequence[Gateway], options: argparse.Namespace) 
 
 
 async def run_all(options: argparse.Namespace) -> dict[str, float]:
-    cores = split_cores(is_pinned=not options.no_pin)
+    cores = split_cores()
     async with contextlib.AsyncExitStack() as stack:
         collector, url = await stack.enter_async_context(running_collector())
         flags: dict[str, list[str]] = {
@@ -129,9 +129,7 @@ async def run_all(options: argparse.Namespace) -> dict[str, float]:
         else:
             flags[OTLP] = [f"--otlp-endpoint={url}"]
         gateways = [
-            await stack.enter_async_context(
-                baton(options.model, cores, name=name, options=words, has_spans=name != WITHOUT_SPANS)
-            )
+            await stack.enter_async_context(baton(cores, name=name, options=words, has_spans=name != WITHOUT_SPANS))
             for name, words in flags.items()
         ]
         found = await measure_all(gateways, options)
@@ -158,8 +156,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answers", type=int, default=1_500, help="answers of each measurement (%(default)s)")
     parser.add_argument("--seconds", type=float, default=1.0, help="length of each measurement of chunks (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind (%(default)s)")
-    parser.add_argument("--model", default=SMALL_MODEL, help="folder with a tokenizer")
-    parser.add_argument("--no-pin", action="store_true", help="do not pin the gateways to a core")
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:

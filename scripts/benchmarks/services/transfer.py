@@ -35,8 +35,8 @@ from kv_transfer.checksums import Checksums
 from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl.writer import HOLD_S
 from kv_transfer.transports.tcp.protocol import tune
-from scripts.benchmarks.harness import gloo_baseline
 from scripts.benchmarks.harness.options import TRANSPORTS, comma_separated
+from scripts.benchmarks.services import gloo_baseline
 
 LAYOUTS = {"qwen3-0.6b": PageLayout(28, 8, 128, 16, "bfloat16"), "llama-3.1-8b": PageLayout(32, 8, 128, 16, "bfloat16")}
 SHORTEST = ("--layouts=qwen3-0.6b", "--pages=4", "--round-trips=100")

@@ -19,7 +19,8 @@ import numpy as np
 
 from common.config.cli import parse
 from gateway.workers.routing.router import Router
-from scripts.benchmarks.harness.fixed_pairing import (
+from scripts.benchmarks.harness.options import comma_separated, num_nodes
+from scripts.benchmarks.virtual_time.fixed_pairing import (
     ByCost,
     InTurn,
     LeastLoad,
@@ -27,7 +28,6 @@ from scripts.benchmarks.harness.fixed_pairing import (
     LongestPrefix,
     PairedConfig,
 )
-from scripts.benchmarks.harness.options import comma_separated, num_nodes
 from scripts.load_tester.workload.plan import Plan, make_plan
 from scripts.load_tester.workload.planned_request import UNIQUE, PlannedRequest, segment_key
 from scripts.load_tester.workload.traces import read_trace
@@ -187,7 +187,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--num-requests", type=int, default=400, help="of each run (%(default)s)")
     add("--windows", type=int, default=1, help="stretches of the load, whose mean counts (%(default)s)")
     add("--nodes", type=num_nodes, default="2+2", help="prefill and decode nodes (%(default)s)")
-    add("--compare", type=comma_separated(str, among=TABLES), default="places,pairs", help="tables (%(default)s)")
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
@@ -199,7 +198,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
             capacity = capacity_of(trace, options)
             print(f"{title}: capacity {capacity:.3g} requests/s")
             rates = {f"{title} {share:.0%}": share * capacity for share in options.loads}
-        for table in options.compare:
+        for table in TABLES:
             print(f"{'load':24}{table:16}{'TTFT mean':>11}{'p99':>10}{'TPOT mean':>12}{'request':>11}")
             for name, rate in rates.items():
                 found = compare(name, TABLES[table], loads_of(trace, rate, options))

@@ -20,7 +20,7 @@ from common.scheduling.policies.factory import make_ordering
 from common.scheduling.prefill_adder import PrefillLimits
 from common.step_plan import StepPlan, StepResult
 from prefill_node.scheduler import PrefillScheduler
-from scripts.benchmarks.harness.radix_tree import PREFIX_TOKENS, Figure, Tree, figure, timed
+from scripts.benchmarks.virtual_time.radix_tree import PREFIX_TOKENS, Figure, Tree, figure, timed
 
 PROMPT_TOKENS = 1_024
 CHUNK_TOKENS = 8_192

@@ -17,7 +17,6 @@ from functools import partial
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.cache.tree_node import TOKEN_BYTES, pack
-from common.errors import ConfigError
 from common.node.loading.memory_plan import MAX_QUEUED
 from common.request import Request
 from common.sampling_params import SamplingParams
@@ -26,7 +25,8 @@ from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepResult
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from scripts.benchmarks.harness.options import comma_separated
-from scripts.benchmarks.harness.radix_tree import (
+from scripts.benchmarks.virtual_time.policies import ROWS, bench_plan, print_plans
+from scripts.benchmarks.virtual_time.radix_tree import (
     CHAIN_NODES,
     LEAF_TOKENS,
     PAGE_SIZE,
@@ -36,7 +36,6 @@ from scripts.benchmarks.harness.radix_tree import (
     figure,
     timed,
 )
-from scripts.benchmarks.virtual_time.policies import ROWS, bench_plan, print_plans
 
 SHORTEST = ("--repeats=3", "--policies=fcfs", "--waiting=1000")
 EVICT_TOKENS = 100_000
@@ -192,7 +191,6 @@ def print_table(figures: Sequence[Figure]) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=400, help="repetitions (%(default)s); evict: a twentieth")
-    parser.add_argument("--only-plans", action="store_true", help="do not measure the cache and the decode step")
     parser.add_argument(
         "--policies", type=comma_separated(str, among=ROWS), default=",".join(ROWS), help="of %(default)s"
     )
@@ -202,11 +200,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
-    if options.repeats < 1:
-        raise ConfigError("--repeats must be at least 1")
-    rows = [] if options.only_plans else measure(options.repeats)
-    if rows:
-        print_table(rows)
+    rows = measure(options.repeats)
+    print_table(rows)
     gc.collect()
     gc.disable()
     plans = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config.cli import parse
-from common.errors import BatonError, ConfigError
+from common.errors import BatonError
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.simulation import Simulation, rare_collections
@@ -40,7 +40,7 @@ LOADS = {
         " --decode=6",
     ),
 }
-#: Runs only with --large or --only-large, once.
+#: Runs only with --only-large, once.
 LARGE = {
     "500 prefill and 500 decode nodes, 500 in, 200 out": (
         100_000,
@@ -88,17 +88,13 @@ def measure(name: str, words: Sequence[str], num_rounds: int, *, is_stepwise: bo
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each load; the best counts (%(default)s)")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each load's requests to run (%(default)s)")
-    large = parser.add_mutually_exclusive_group()
-    large.add_argument("--large", action="store_true", help="also 1,000 nodes and 100,000 requests, some minutes")
-    large.add_argument("--only-large", action="store_true", help="only 1,000 nodes and 100,000 requests")
+    parser.add_argument("--only-large", action="store_true", help="only 1,000 nodes and 100,000 requests, some minutes")
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
-    if options.rounds < 1:
-        raise ConfigError("--rounds must be at least 1")
     print(f"{'':56}{'row-steps':>10}{'wall':>8}{'CPU':>8}  million a minute; step by step, CPU")
     figures: dict[str, float] = {}
-    loads = LARGE if options.only_large else {**LOADS, **LARGE} if options.large else LOADS
+    loads = LARGE if options.only_large else LOADS
     for name, (num_requests, words) in loads.items():
         given = [*words.split(), f"--num-requests={max(1, round(num_requests * options.scale))}"]
         row = measure(name, given, 1 if name in LARGE else options.rounds)

@@ -1,7 +1,6 @@
-"""Compares outputs, token for token, with those that another run wrote.
+"""Compares outputs, token for token, with those of another run, from its ``--jsonl``.
 
-A line of the file is ``{"prompt": digest, "max_tokens": n, "ids": [...], "text": "..."}``; for the digest see
-``PlannedRequest.digest``. The check passes if every output of the file was compared and all are equal.
+The check passes if every output of the file was compared and all are equal.
 """
 
 from collections.abc import Mapping
@@ -19,19 +18,17 @@ Key = tuple[str, int]  # digest of the prompt, and tokens asked for
 
 
 class ExpectedOutput(msgspec.Struct):
-    prompt: str
-    max_tokens: int
+    """What the check needs of a ``RequestRecord``."""
+
+    prompt_digest: str
+    num_output_asked: int
+    error: str
     text: str
     ids: list[int] = []
 
-
-def save_outputs(records: list[RequestRecord], path: str) -> None:
-    lines = [
-        ExpectedOutput(record.prompt_digest, record.num_output_asked, record.text, record.ids)
-        for record in records
-        if record.is_ok
-    ]
-    Path(path).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    @property
+    def key(self) -> Key:
+        return self.prompt_digest, self.num_output_asked
 
 
 def read_expected(config: LoadtestConfig) -> dict[Key, ExpectedOutput]:
@@ -49,9 +46,11 @@ def read_expected(config: LoadtestConfig) -> dict[Key, ExpectedOutput]:
         raise ConfigError(f"--expect-file {path} cannot be read: {error}") from None
     found: dict[Key, ExpectedOutput] = {}
     for line in lines:
-        other = found.setdefault((line.prompt, line.max_tokens), line)
+        if line.error:
+            continue
+        other = found.setdefault(line.key, line)
         if not _is_equal(other, line):
-            raise ConfigError(f"--expect-file {path} has two different outputs for one prompt ({line.prompt})")
+            raise ConfigError(f"--expect-file {path} has two different outputs for one prompt ({line.prompt_digest})")
     if not found:
         raise ConfigError(f"--expect-file {path} has no output")
     return found

@@ -1,4 +1,4 @@
-"""The record of a request: one line of the JSONL file, one row of the Parquet file."""
+"""The record of a request: one line of ``--jsonl``."""
 
 import itertools
 

@@ -16,7 +16,7 @@ import msgspec
 from scripts.load_tester.client.http_framing import chunk_size, read_head
 from scripts.load_tester.client.ipc import RequestDone
 
-#: Files have 32 bits for a number of tokens, and for a token.
+#: A number of tokens, or a token; no server has larger ones.
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 

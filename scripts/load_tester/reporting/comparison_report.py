@@ -13,7 +13,7 @@ from scripts.load_tester.reporting.report import command_of
 
 #: Options that do not change the load.
 NOT_LOAD = {
-    "json", "jsonl", "html", "parquet", "url", "save_outputs", "svg", "expect_file", "live", "scrape",
+    "json", "jsonl", "html", "url", "svg", "expect_file", "live", "scrape",
     "scrape_interval", "clients",
 }  # fmt: skip
 VERDICTS: dict[str, tuple[str, Tone]] = {

@@ -15,7 +15,6 @@ Segment = tuple[int, int]
 #: What a segment stands for: the upper bits of its key.
 UNIQUE, GROUP, TURN, ANSWER, HASH = range(1, 6)
 MASK = (1 << 56) - 1
-MAX_PRIORITY = 2**31 - 1  # and no less than its negative: files have 32 bits for it
 MAX_GROUPS = 1 << 24  # of a class; a group's number is the class's number times this, plus its own
 
 

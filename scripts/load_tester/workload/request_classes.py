@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.config.scheduling import MAX_PRIORITY
 from common.errors import ConfigError
 from scripts.load_tester.config import LoadOptions, parse_seconds
 from scripts.load_tester.workload.lengths import MAX_LENGTH, MAX_TURNS, LengthDistribution, parse_lengths
-from scripts.load_tester.workload.planned_request import MAX_GROUPS, MAX_PRIORITY
+from scripts.load_tester.workload.planned_request import MAX_GROUPS
 
 
 @dataclass(frozen=True)

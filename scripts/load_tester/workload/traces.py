@@ -19,12 +19,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from common.config.scheduling import MAX_PRIORITY
 from common.errors import ConfigError
 from scripts.load_tester.workload.lengths import MAX_LENGTH
 from scripts.load_tester.workload.planned_request import (
     HASH,
     MASK,
-    MAX_PRIORITY,
     UNIQUE,
     PlannedRequest,
     Segment,

@@ -117,7 +117,8 @@ def check(received):
         (b"CONNECT evil.example:80 HTTP/1.1\r\n" + HOST + b"\r\n", 400),
     ],
 )  # fmt: skip
-async def test_each_kind_of_broken_message_has_its_status_in_the_envelope(stack, data, status):
+async def test_each_kind_of_broken_message_has_its_status_in_the_envelope(stack, monkeypatch, data, status):
+    monkeypatch.setattr("gateway.http.http_connection.LINGER_S", 0.2)
     received = await exchange(stack, data)
     check(received)
     assert [answer[0] for answer in answers_of(received)][:1] == [status], received

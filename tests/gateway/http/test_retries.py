@@ -117,7 +117,7 @@ async def test_the_answer_that_a_retry_takes_over_ends(stack):
     status, _, body = await again
     assert status == 200
     assert body.endswith(b"data: [DONE]\n\n")
-    assert num_generates(decode) == 1
+    await decode.until(lambda: num_generates(decode) == 1)
 
 
 async def test_requests_that_come_at_the_same_time_run_once(stack):

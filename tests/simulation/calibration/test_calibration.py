@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.load.mock_server import mock_server
 from support.load.records import record
 
 from common.config.cli import parse
 from common.errors import ConfigError
+from scripts.benchmarks.harness.mock_server import mock_server
 from scripts.load_tester.client.server_info import ServerInfo
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.workload.plan import Plan
@@ -136,7 +136,7 @@ def test_the_driver_measures_two_decode_nodes(tmp_path: Path) -> None:
     class SimulatedDriver(Driver):
         def _send(self, rows: Iterable[dict[str, int]], *, concurrency: int, **limits: object) -> list[StreamedRequest]:
             words = [f"--hardware={file}", "--cores=2", "--decode=2", f"--concurrency={concurrency}"]
-            sent = itertools.islice(rows, concurrency + 80)
+            sent = itertools.islice(rows, concurrency + 16)
             return simulated_sizes(words, [(row["input_length"], row["output_length"]) for row in sent])
 
     size = ServiceSize("m", 4_096, 1, 2, 100_000)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from scripts.simulator.config import SimulateConfig
 from scripts.simulator.costs import Costs
 from scripts.simulator.hardware.node_model import NodeModel
 from scripts.simulator.main import main
-from scripts.simulator.planning import estimate
+from scripts.simulator.planning import command, estimate
 from scripts.simulator.planning.command import choices_of
 from scripts.simulator.planning.deployment import Deployment, Settings
 from scripts.simulator.planning.estimate import LoadSize, RequestSize
@@ -241,16 +242,22 @@ def test_windows_of_a_single_burst_are_refused(capsys: pytest.CaptureFixture[str
     assert "--plan needs requests at different instants" in capsys.readouterr().err
 
 
+class SearchBegins(Exception):
+    pass
+
+
 def test_requests_that_no_context_or_pool_holds_are_refused_before_the_search(
-    trace: Path, capsys: pytest.CaptureFixture[str]
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A fifth of the requests has 900 tokens and an output of 5."""
-    words = ["--plan", f"--trace={trace}", "--plan-processes=1", *GOALS]
+    monkeypatch.setattr(command, "Planner", Mock(side_effect=SearchBegins))
+    words = ["--plan", f"--trace={trace}", *GOALS]
     assert main([*words, "--context-length=904"]) == 2
     assert "12 of 60 requests are longer than the context of 904 tokens" in capsys.readouterr().err
     assert main([*words, "--max-total-tokens=904"]) == 2
     assert "12 of 60 requests are longer than a pool of 904 tokens" in capsys.readouterr().err
-    assert main([*words, "--context-length=905"]) == 0
+    with pytest.raises(SearchBegins):
+        main([*words, "--context-length=905"])
 
 
 def test_requests_of_a_class_that_does_not_exist_are_refused_before_the_search(

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from common.config.shared import SMALL_MODEL_NAME, Role
+from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME, Role
 from common.stage_spans import StageSpan
 from common.wire.curve import CurveKeys
 from common.wire.key_folder import load_keys
@@ -179,13 +179,13 @@ class ScriptedPair:
 
 @contextlib.asynccontextmanager
 async def baton(
-    model: str, cores: set[int], *, name: str = "baton", options: Sequence[str] = (), has_spans: bool = True
+    cores: set[int], *, name: str = "baton", options: Sequence[str] = (), has_spans: bool = True
 ) -> AsyncIterator[Gateway]:
     """Run a gateway with these further options and a pair of scripted nodes, with the keys of this user by default."""
-    tokenizer = Tokenizer.load(Path(model))
+    tokenizer = Tokenizer.load(Path(SMALL_MODEL))
     letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
     words = [
-        sys.executable, "-m", "gateway", "--model", model, "--served-model-name", SMALL_MODEL_NAME,
+        sys.executable, "-m", "gateway", "--model", SMALL_MODEL, "--served-model-name", SMALL_MODEL_NAME,
         "--port", "0", "--control-port", "0", "--max-queued-requests", "4096",
         "--no-log-requests",  # the peers log errors alone
         *options,

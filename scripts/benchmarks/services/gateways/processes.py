@@ -19,10 +19,10 @@ class StartError(BatonError):
     """A gateway ended or timed out before it answered; the message contains its output."""
 
 
-def split_cores(*, is_pinned: bool) -> set[int]:
-    """Leave the first core to the gateways and keep the others for this process; returns the cores of the gateways."""
+def split_cores() -> set[int]:
+    """Leave the first core to the gateways and keep the others, if any, for this process; returns the former."""
     cores = sorted(os.sched_getaffinity(0))
-    if not is_pinned or len(cores) < 2:
+    if len(cores) < 2:
         return set(cores)
     os.sched_setaffinity(0, cores[1:])
     return {cores[0]}

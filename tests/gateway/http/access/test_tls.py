@@ -124,7 +124,8 @@ async def test_a_client_that_does_not_read_is_disconnected(folder, certificate, 
             await prefill.until(lambda: rid in prefill.aborts)
 
 
-async def test_a_message_that_is_no_http_gets_the_envelope_over_tls(stack, certificate):
+async def test_a_message_that_is_no_http_gets_the_envelope_over_tls(stack, certificate, monkeypatch):
+    monkeypatch.setattr("gateway.http.http_connection.LINGER_S", 0.2)
     async with connected(stack, certificate) as (reader, writer):
         writer.write(b"nonsense\r\n\r\n")
         answer = await asyncio.wait_for(reader.read(), 60)

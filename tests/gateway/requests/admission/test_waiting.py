@@ -187,7 +187,7 @@ async def test_a_waiting_request_ends_at_its_deadline(folder):
 
 
 async def test_a_waiting_request_ends_when_its_client_disconnects(folder):
-    async with full(folder) as (stack, first):
+    async with full(folder, retry_grace=0) as (stack, first):
         call = await sent(stack, "a")
         call.cancel()
         while (await stack.get("/server_info"))[1]["num_in_flight"] > 1:

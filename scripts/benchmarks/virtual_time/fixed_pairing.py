@@ -1,4 +1,4 @@
-"""Routers that choose nodes by a fixed rule, and a simulated service with one of them. For benchmarks."""
+"""Routers that choose nodes by a fixed rule, and a simulated service with one of them; for ``bench placement``."""
 
 from dataclasses import dataclass, replace
 from typing import Any

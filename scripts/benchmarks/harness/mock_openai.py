@@ -1,9 +1,9 @@
 """A mock model server with known latencies, for testing load generators.
 
-It runs as its own process (``python tests/support/load/mock_openai.py --ttft 0.05 --itl 0.01``), prints its port, and
-streams ``max_tokens`` tokens on ``/v1/completions``, ``/v1/chat/completions`` and ``/generate``. It records when each
-request arrived and when each of its tokens was written, on the machine's monotonic clock; SIGTERM writes the records
-to ``--truth`` as JSON lines.
+It runs as its own process (``mock_openai.py --ttft 0.05 --itl 0.01``), prints its port, and streams ``max_tokens``
+tokens on ``/v1/completions``, ``/v1/chat/completions`` and ``/generate``. It records when each request arrived and when
+each of its tokens was written, on the machine's monotonic clock; SIGTERM writes the records to ``--truth`` as JSON
+lines.
 
 Faults: ``--capacity`` (further requests wait), ``--stall AT:FOR`` (no token is sent in that time), ``--drop N`` (every
 N-th connection is cut in mid-stream), ``--refuse N`` (every N-th request gets a 500), ``--slam N`` (every N-th

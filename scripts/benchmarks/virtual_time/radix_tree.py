@@ -1,4 +1,4 @@
-"""The radix cache with a million tokens that the benchmarks of scheduling share, and their timer."""
+"""The radix cache with a million tokens of ``bench scheduler``, and its timer."""
 
 import statistics
 import time

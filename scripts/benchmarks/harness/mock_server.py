@@ -1,4 +1,4 @@
-"""Starts ``mock_openai.py`` as a process and reads its records when it has stopped."""
+"""Starts ``mock_openai.py`` as a process, loads it, and reads its records when it has stopped."""
 
 import json
 import subprocess
