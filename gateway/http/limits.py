@@ -19,7 +19,7 @@ PIECE_BYTES = 256 << 10
 MAX_PARTS = 1 << 16
 #: Values of one body, mostly token ids; more if the context of a model has room for more.
 MAX_VALUES = 1 << 18
-#: Lists and objects within each other. Encoders fail at fewer levels than decoders, since they begin deeper in the stack.
+#: Lists and objects within each other. Encoders bear fewer levels than decoders, since they begin deeper in the stack.
 MAX_DEPTH = 256
 
 

@@ -1,8 +1,8 @@
 """Model configurations: both spellings of rope, unsupported settings, damaged files and mismatched weights."""
 
 import json
-import struct
 import math
+import struct
 import subprocess
 import sys
 from pathlib import Path
