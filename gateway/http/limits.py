@@ -23,11 +23,6 @@ MAX_VALUES = 1 << 18
 MAX_DEPTH = 256
 
 
-def is_light(body: bytes) -> bool:
-    """Whether a body can be decoded without counting first."""
-    return len(body) <= LIGHT_BYTES and body.count(b"[") + body.count(b"{") <= MAX_DEPTH
-
-
 async def check_weight(body: bytes, max_values: int) -> None:
     """Counts a body's parts, values and levels, yielding to the event loop between pieces.
 
