@@ -169,14 +169,17 @@ class HttpConnection(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                # The parser takes the body for data of the other protocol, so it parses the request again without the
-                # offer.
+                # The parser takes the body for data of the other protocol, and drops it if the connection is to close.
+                # So a new one parses the request again without the offer.
                 data = self._head_without_offer() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
 
     def _head_without_offer(self) -> bytes:
         method = self.parser.get_method()
         lines = [b"%b %b HTTP/1.1" % (method, self.url)]
         lines += [b"%b: %b" % line for line in self.headers if line[0] not in (b"connection", b"upgrade")]
+        lines += [] if self.parser.should_keep_alive() else [b"connection: close"]
         return b"\r\n".join([*lines, b"\r\n"])
 
     def _refuse(self, error: RequestError) -> None:

@@ -2,7 +2,7 @@
 
 A body within the size limit can hold millions of lists, strings or numbers. Decoding it would block the event loop for
 seconds, since a decoder makes all of them in one call. So they are counted first, one piece of the body at a time:
-commas and opening brackets outside of strings, and the strings themselves, keys included.
+commas and brackets outside of strings, and the strings themselves, keys included.
 """
 
 import asyncio
@@ -19,10 +19,12 @@ PIECE_BYTES = 256 << 10
 MAX_PARTS = 1 << 16
 #: Values of one body, mostly token ids; more if the context of a model has room for more.
 MAX_VALUES = 1 << 18
+#: Lists and objects within each other. Encoders bear fewer levels than decoders, since they begin deeper in the stack.
+MAX_DEPTH = 256
 
 
 async def check_weight(body: bytes, max_values: int) -> None:
-    """Counts a body's parts and values, yielding to the event loop between pieces.
+    """Counts a body's parts, values and levels, yielding to the event loop between pieces.
 
     Raises RequestError: there are too many.
     """
@@ -37,6 +39,8 @@ async def check_weight(body: bytes, max_values: int) -> None:
             raise _too_much(f"{MAX_PARTS} texts, lists and objects")
         if counter.num_values > max_values:
             raise _too_much(f"{max_values} values")
+        if counter.depth > MAX_DEPTH:
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"the body is nested more than {MAX_DEPTH} levels deep")
         start += len(piece)
         await asyncio.sleep(0)
 
@@ -47,10 +51,12 @@ class ValueCounter:
     Attributes:
         num_parts: strings, lists and objects.
         num_values: values of any kind, without the first of each list and object.
+        depth: most lists and objects that are within each other.
     """
 
     def __init__(self) -> None:
-        self._num_quotes = self._num_opened = self.num_values = 0
+        self._num_quotes = self._num_opened = self.num_values = self.depth = 0
+        self._level = 0  # lists and objects that are open
         self._is_inside = False  # a string
 
     @property
@@ -66,8 +72,12 @@ class ValueCounter:
         quotes = codes == ord('"')
         inside: NDArray[np.bool_] = np.logical_xor.accumulate(quotes) ^ self._is_inside
         self._num_quotes += int(np.count_nonzero(quotes))
-        opened = (codes == ord("[")) | (codes == ord("{"))
-        self._num_opened += int(np.count_nonzero(opened > inside))
+        opened = ((codes == ord("[")) | (codes == ord("{"))) > inside
+        closed = ((codes == ord("]")) | (codes == ord("}"))) > inside
+        self._num_opened += int(np.count_nonzero(opened))
+        levels = self._level + np.cumsum(np.where(opened, 1, -1)[opened | closed])
+        if len(levels):
+            self._level, self.depth = int(levels[-1]), max(self.depth, int(levels.max()))
         self.num_values += int(np.count_nonzero((codes == ord(",")) > inside))
         self._is_inside = bool(inside[-1])
 

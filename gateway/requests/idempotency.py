@@ -45,7 +45,7 @@ class RequestIdentity:
 
     @property
     def digest(self) -> str:
-        """Names the request at the nodes, which learn neither key nor tenant."""
+        """Names the request at the nodes, which do not learn the key."""
         hashed = hashlib.sha256(self.fingerprint)
         for part in self.index:
             hashed.update(b"\0" + str(part).encode())

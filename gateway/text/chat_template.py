@@ -127,17 +127,15 @@ class ChatTemplate:
         Raises ConfigError: it cannot be read, or does not parse.
         """
         config = _tokenizer_config(folder)
-        if file is not None:
-            try:
-                return cls(file.read_text(encoding="utf-8"), _special_tokens(config), f"--chat-template {file}")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"--chat-template {file} cannot be read: {error}") from error
-        path = folder / "chat_template.jinja"
-        place, source = str(path), path.read_text(encoding="utf-8") if path.is_file() else None
-        if source is None:
-            place, source = f"chat_template in {folder / 'tokenizer_config.json'}", config.get("chat_template")
-        if isinstance(source, list):
-            source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+        own = folder / "chat_template.jinja"
+        if file is not None or own.is_file():
+            place = str(own) if file is None else f"--chat-template {file}"
+            return cls(_read_template(file or own, place), _special_tokens(config), place)
+        source: Any = config.get("chat_template")
+        if isinstance(source, list):  # of templates with names
+            entries = [entry for entry in source if isinstance(entry, dict)]
+            source = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+        place = f"chat_template in {folder / 'tokenizer_config.json'}"
         return cls(source, _special_tokens(config), place) if isinstance(source, str) else None
 
     def render(
@@ -169,13 +167,20 @@ class ChatTemplate:
             raise refuse(text, "messages") from error
 
 
+def _read_template(file: Path, place: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{place} cannot be read: {error}") from error
+
+
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--model {folder}: tokenizer_config.json cannot be read: {error}") from error
 
 

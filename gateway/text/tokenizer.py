@@ -24,6 +24,8 @@ CALL_CHARACTERS = 128
 LONG_IDS, LIST_IDS = 8_192, 16
 #: Lists that the library decodes in one call; between two calls other threads run.
 LISTS_AT_ONCE = 2_048
+#: Token ids of a tokenizer, for which there is a table: far above what models have.
+MAX_VOCABULARY = 1 << 24
 
 #: How tokenizers that are not byte-level name the tokens of single bytes.
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
@@ -43,6 +45,8 @@ class Tokenizer:
 
     Attributes:
         vocab_size: one more than the largest token id.
+
+    Raises ValueError: it is more than ``MAX_VOCABULARY``.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -51,6 +55,8 @@ class Tokenizer:
         self._tokenizer = tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > MAX_VOCABULARY:
+            raise ValueError(f"it has the token id {self.vocab_size - 1}, and {MAX_VOCABULARY - 1} is the highest")
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._decoded: dict[int, bytes] = {}  # pieces that were asked for, of a tokenizer that is not byte-level
         self._pieces: list[bytes] | None = None

@@ -13,7 +13,7 @@ from common.errors import ErrorCode, RequestError
 from gateway.http.access.auth import HEADER, Authenticator, Caller
 from gateway.http.access.origins import SAFE_METHODS, AllowedOrigins
 from gateway.http.errors import HttpError
-from gateway.http.limits import LIGHT_BYTES, check_weight
+from gateway.http.limits import LIGHT_BYTES, MAX_DEPTH, check_weight
 
 #: Paths that need no key: they reveal nothing about requests or configuration.
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/metrics"})
@@ -103,7 +103,7 @@ class RequestChecks:
             body: bytes = message.get("body", b"")
             if message.get("more_body"):
                 body = await _read(receive, body)
-            if len(body) > LIGHT_BYTES:
+            if len(body) > LIGHT_BYTES or body.count(b"[") + body.count(b"{") > MAX_DEPTH:
                 await check_weight(body, self._max_values())
         except RequestError as error:
             self._on_rejected(error)

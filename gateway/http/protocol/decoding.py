@@ -73,8 +73,6 @@ def decode_with_extras(kind: type[Body], body: bytes, *, are_refused: bool = Fal
         raise _malformed(body, str(error)) from error
     except UnicodeDecodeError as error:
         raise refuse("the body is not valid UTF-8", None) from error
-    except RecursionError as error:
-        raise refuse("the body is nested too deeply", None) from error
     for name in decoded.values_without_effect():
         cleaner.ignore(name)
     return decoded, tuple(cleaner.ignored)

@@ -51,7 +51,7 @@ def _older_tag(item: Any, param: str) -> dict[str, Any]:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise refuse(f"is not valid JSON: {error}", f"{param}.schema") from error
     content = {"type": "json_schema", "json_schema": {} if schema is None else schema}
     return {"begin": item.get("begin"), "content": content, "end": item.get("end", "")}

@@ -232,6 +232,8 @@ def _checked(wanted: StructuredOutput) -> str | RequestError:
         return to_lark(wanted)
     except RequestError as error:
         return error
+    except RecursionError:  # of JSON in a text within a structural tag
+        return _too_deep(wanted.param)
 
 
 # ---- conversion; pure ------------------------------------------------------------------------------------------------

@@ -39,10 +39,9 @@ class RanksReader(RanksEnd[ReaderTransport], ReaderTransport):
         self._writers: dict[str, _Writer] = {}
 
     def expect(self, peer: str, num_ranks: int) -> None:
-        pairs = pairs_of(self.store.layout.num_kv_heads, num_ranks, self.num_ranks)
-        if peer not in self._writers:
+        if peer not in self._writers:  # a process cannot change its number of ranks, even if it says that it has others
+            pairs = pairs_of(self.store.layout.num_kv_heads, num_ranks, self.num_ranks)
             self._writers[peer] = _Writer(pairs, fenced=dict.fromkeys(pairs, 0))
-        assert self._writers[peer].pairs == pairs, "a process cannot change its number of ranks"
 
     def offer(self, peer: str, epoch: int) -> str:
         if peer not in self._writers:

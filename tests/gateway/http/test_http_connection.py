@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import re
 import socket
 
@@ -111,6 +112,15 @@ async def test_an_offer_of_another_protocol_is_ignored():
             assert (await answer_of(reader))[2] == b"hi"
         writer.write(b"GET / HTTP/1.1\r\n" + offer + b"\r\n")
         assert (await answer_of(reader))[2] == b""
+
+
+@pytest.mark.parametrize(("version", "connection"), [(b"1.1", b"Upgrade, close"), (b"1.0", b"Upgrade")])
+async def test_an_offer_of_another_protocol_on_a_connection_that_is_to_close_is_ignored(version, connection):
+    head = b"POST /p HTTP/%b\r\nHost: x\r\nConnection: %b\r\nUpgrade: h2c\r\n" % (version, connection)
+    async with serving(echo_body) as (_, server):
+        answer = await exchange(server, head + b"Content-Length: 2\r\n\r\nhi")
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert answer.endswith(b"\r\n\r\nhi")
 
 
 async def test_a_failing_application_leaves_a_traceback_and_a_closed_connection(caplog):
@@ -466,3 +476,15 @@ async def test_an_application_that_cannot_start_is_reported():
     options = ConnectionOptions(1.0, 1.0, 1024, lambda scope, status: None, ANY_HOST)
     with pytest.raises(ConfigError, match="did not start"):
         await HttpServer(broken, options).start("127.0.0.1", 0)
+
+
+async def test_connections_that_cannot_be_accepted_are_reported_once_and_other_errors_each_time(caplog):
+    async with serving(say_path):
+        loop = asyncio.get_running_loop()
+        full = OSError(errno.EMFILE, "Too many open files")
+        for _ in range(1_000):
+            loop.call_exception_handler({"message": "socket.accept() failed", "exception": full, "socket": None})
+        for _ in range(2):
+            loop.call_exception_handler({"message": "a task failed", "exception": LookupError("a bug")})
+    said = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert said == ["no further connection can be accepted until others end", "a task failed", "a task failed"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.gateway.fake_nodes import running
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.limits import LIGHT_BYTES, MAX_PARTS, PIECE_BYTES, ValueCounter, check_weight
+from gateway.http.limits import LIGHT_BYTES, MAX_DEPTH, MAX_PARTS, PIECE_BYTES, ValueCounter, check_weight
 
 TEXTS = st.text(alphabet='ab",[{\\:\n\u00e9', max_size=8)
 VALUES = st.recursive(
@@ -35,12 +35,19 @@ def counted(value: Any) -> tuple[int, int]:
     return 1 + sum(parts for parts, _ in inner), num_commas + sum(commas for _, commas in inner)
 
 
+def depth_of(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(depth_of, value.values() if isinstance(value, dict) else value), default=0)
+
+
 @given(VALUES, st.booleans(), st.integers(1, 7))
 def test_any_body_is_counted_correctly_whole_and_in_pieces(value: Any, is_ascii: bool, piece_bytes: int) -> None:
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     whole = ValueCounter()
     whole.add(body)
     assert (whole.num_parts, whole.num_values) == counted(value)
+    assert whole.depth == depth_of(value)
     in_pieces = ValueCounter()
     start = 0
     while start < len(body):
@@ -50,6 +57,7 @@ def test_any_body_is_counted_correctly_whole_and_in_pieces(value: Any, is_ascii:
         in_pieces.add(body[start:end])
         start = end
     assert (in_pieces.num_parts, in_pieces.num_values) == counted(value)
+    assert in_pieces.depth == depth_of(value)
 
 
 @pytest.mark.parametrize(
@@ -108,3 +116,24 @@ async def test_too_many_messages_and_too_many_token_ids_are_refused(folder) -> N
             if words:
                 assert answer["error"]["code"] == "body_too_large"
                 assert answer["error"]["message"] == f"the body has more than {words}"
+
+
+def chat_of(depth: int) -> bytes:
+    """A chat whose tool has parameters that make the body this deep."""
+    inner = depth - 4
+    chat = b'{"messages": [{"role": "user", "content": "[Hi"}], "tools": [{"function": {"name": "f", "parameters": '
+    return chat + b'{"a": ' * inner + b"1" + b"}" * inner + b"}}]}"
+
+
+async def test_a_body_that_is_nested_too_deeply_is_refused_before_it_is_decoded(folder) -> None:
+    """Decoders bear almost a thousand levels. What encodes the value again would fail at a few less, with a 500."""
+    async with running(folder) as stack:
+        await stack.pair(context_length=300_000, num_pages=20_000)
+        for depth in (MAX_DEPTH, MAX_DEPTH + 1, *range(950, 1_000)):
+            async with stack.client.post(
+                f"{stack.url}/tokenize", data=chat_of(depth), headers={"content-type": "application/json"}
+            ) as answer:
+                content = await answer.json()
+            assert answer.status == (200 if depth <= MAX_DEPTH else 400), depth
+            if depth > MAX_DEPTH:
+                assert content["error"]["message"] == f"the body is nested more than {MAX_DEPTH} levels deep"

@@ -20,6 +20,7 @@ SEEDS = (
     b"GET /v1/models/tiny?a=%20 HTTP/1.1\r\n" + HOST + b"Accept: */*\r\n\r\n",
     b"GET /health HTTP/1.0\r\n\r\n", b"POST /flush_cache HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\n\r\n",
     b"DELETE /v1/responses/resp_1 HTTP/1.1\r\n" + HOST + b"X-Request-ID: a\r\n\r\n", WHOLE + CHUNKED,
+    WHOLE.replace(HOST, HOST + b"Connection: Upgrade, close\r\nUpgrade: h2c\r\n"),
 )  # fmt: skip
 
 

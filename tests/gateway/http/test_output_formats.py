@@ -290,7 +290,7 @@ async def test_the_structured_answer_of_gpt_oss_is_its_final_message(gpt_oss):
 @pytest.mark.parametrize("parser", FORMATS)
 async def test_parameters_of_tools_that_are_nested_too_deeply_are_refused(qwen, parser):
     schema = {"type": "string"}
-    for _ in range(200):
+    for _ in range(100):
         schema = {"type": "object", "properties": {"a": schema}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     async with running(qwen, tool_call_parser=parser) as stack:

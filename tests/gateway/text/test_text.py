@@ -246,5 +246,37 @@ def test_a_template_that_does_not_parse_is_refused_with_its_file_and_line(tmp_pa
         ChatTemplate.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("chat_template.jinja", b"\xff"),
+        ("tokenizer_config.json", b'{"eos_token": "\xff"}'),
+        ("tokenizer_config.json", b'{"chat_template": ' + b"[" * 100_000),
+    ],
+)
+def test_files_that_hold_no_text_or_no_json_are_refused_by_name(tmp_path, file, content):
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{file} cannot be read"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_a_list_of_templates_may_hold_anything_beside_the_default_one(tmp_path):
+    named = '{"name": "default", "template": "found"}'
+    for others in ('"a", 5, {"name": []}', '{"name": "rag"}'):
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"chat_template": [{others}, {named}]}}')
+        assert ChatTemplate.load(tmp_path).render(CHAT) == "found"
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default"}]}')
+    assert ChatTemplate.load(tmp_path) is None
+
+
+def test_a_tokenizer_with_an_id_that_would_take_gigabytes_of_tables_is_refused(tmp_path):
+    highest = '"<|highest|>": 2147483647'
+    text = make_tokenizer().to_str().replace('"vocab":{', f'"vocab":{{{highest},')
+    assert highest in text
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read: it has the token id 2147483647, and"):
+        Tokenizer.load(tmp_path)
+
+
 def test_corpus_is_what_the_tokenizer_was_made_of():
     assert all(TEXT.decode(TEXT.encode(line, add_special_tokens=True), skip_special=False) == line for line in CORPUS)

@@ -185,6 +185,21 @@ def test_a_node_with_other_ranks_than_the_decode_node_knows_refuses_it(make: Mak
     assert refused.reason == "decode expects pages of 1 ranks, and this prefill node has 2"
 
 
+def test_a_prefill_node_that_registers_with_other_ranks_while_it_may_still_write_is_offered_the_pool(
+    make: Make,
+) -> None:
+    """The decode node learns the number from the gateway, which has it from the prefill node."""
+    nodes = make((2, 1), transport="shm")
+    key = nodes.begin(10)
+    nodes.until(lambda: nodes.sender.is_granted(key))
+    nodes.receiver.peer_lost(PREFILL)
+    nodes.to_prefill.clear()
+    nodes.turn(delivers=False)
+    assert nodes.allocator.count(Owner.QUARANTINE) == 3
+    nodes.sender.on_message(DECODE, nodes.receiver.connect(PREFILL, num_ranks=1), 0.0)
+    assert [message for _, message in nodes.sender.take()[0] if isinstance(message, Refused)]
+
+
 def test_parts_that_would_come_to_one_rank_by_two_transports_are_refused() -> None:
     """A page of a GPU's pool cannot come partly in the pool and partly beside it."""
     layout = PageLayout(1, 2, 2, 4, "float32")

@@ -75,7 +75,10 @@ def weight_files(folder: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ConfigError(f"{index}: weight_map must map each tensor to the name of a file")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
+        names = sorted(set(weight_map.values()))
+        if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ConfigError(f"{index}: weight_map has {outside[0]!r}, which is not in the folder of the checkpoint")
+        files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -116,7 +119,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         }
     except FileNotFoundError as error:
         raise ConfigError(f"{file}: missing, although the index names it") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ConfigError(f"{file}: damaged safetensors header ({error})") from error
 
 

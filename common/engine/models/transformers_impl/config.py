@@ -268,7 +268,8 @@ def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    named = ", ".join(map(str, stored.get("architectures") or ())) or f"model_type {config.model_type!r}"
+    architectures = [str(name) for name in stored.get("architectures") or ()]
+    named = ", ".join(architectures) or f"model_type {config.model_type!r}"
     reason = ""
     if config.is_encoder_decoder:
         reason = "an encoder-decoder has attention to the encoder's output, which pages do not hold"
@@ -282,7 +283,7 @@ def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path
         reason = "its layers attend within chunks, and no attention backend does"
     elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        is_other = stored.get("architectures") and kind.__name__.lower() not in map(str.lower, stored["architectures"])
+        is_other = architectures and kind.__name__.lower() not in map(str.lower, architectures)
         reason = f"its weights are not those of a {kind.__name__}" if is_other else _class_conflict(kind)
     if reason:
         raise UnsupportedModelError(f"{folder}: {named} cannot be served: {reason}")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -328,7 +329,7 @@ def _load_weights(
             output_loading_info=True,
             **options,
         )
-    except (ValueError, RuntimeError, KeyError, OSError) as error:
+    except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
         raise ConfigError(f"{config.folder}: transformers cannot load the weights ({error})") from error
     if not config.has_dummy_weights:
         _check_tensors(config, loading, tensors or {})

@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -295,6 +296,10 @@ def test_a_checkpoint_without_tensors_or_with_a_wrong_index_is_refused(folder: P
     (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
     with pytest.raises(ConfigError, match="weight_map"):
         load(folder)
+    for name in ("../model.safetensors", "parts/../../model.safetensors", str(folder / "model.safetensors")):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(ConfigError, match="not in the folder of the checkpoint"):
+            load(folder)
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c", "", "~/nothing", "~nobody-here/model"])
@@ -316,9 +321,11 @@ def test_an_unavailable_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_damaged_files_are_named(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{not json")
-    with pytest.raises(ConfigError, match=r"model\.safetensors: damaged"):
-        load(folder)
+    without_offsets = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": []}}'
+    for header in (b"{not json", without_offsets):
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+        with pytest.raises(ConfigError, match=r"model\.safetensors: damaged"):
+            load(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModelError, match=r"no \*\.safetensors"):
         load(folder)

@@ -167,6 +167,16 @@ async def test_large_and_deep_values_are_refused(checker: GrammarChecker) -> Non
             await checker.check(StructuredOutput("field", kind, value))  # type: ignore[arg-type]
 
 
+async def test_a_schema_within_a_text_may_be_as_deep_as_its_decoder_bears(checker: GrammarChecker) -> None:
+    """What encodes it again calls itself more often than the decoder, and fails at a few levels less."""
+    for depth in range(950, 1_000):
+        schema = '{"a": ' * depth + "1" + "}" * depth
+        tag = {"structures": [{"begin": "<a>", "schema": schema, "end": "</a>"}], "triggers": ["<a>"]}
+        with pytest.raises(RequestError, match="field") as caught:
+            await checker.check(StructuredOutput("field", "structural_tag", tag))
+        assert caught.value.status == 400
+
+
 async def test_keywords_without_support_are_ignored_only_where_that_is_asked_for(checker: GrammarChecker) -> None:
     schema = {"type": "string", "format": "weird"}
     with pytest.raises(RequestError, match="Unknown format: weird"):

@@ -353,6 +353,14 @@ def test_a_missing_tensor_is_an_error_and_not_noise(tmp_path: Path) -> None:
         load(folder)
 
 
+def test_a_file_that_the_library_cannot_read_is_an_error_without_a_traceback(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "OlmoForCausalLM")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-4])  # the last tensor ends behind the file
+    with pytest.raises(ConfigError, match="transformers cannot load the weights"):
+        load(folder)
+
+
 def test_rotary_embeddings_that_depend_on_the_longest_request_limit_the_context(tmp_path: Path) -> None:
     """Otherwise a request's tokens would depend on the requests beside it. Phi 3 of 128k is such a model."""
     half = TransformersConfig.load(str(make_library_model(tmp_path, "Phi3ForCausalLM"))).head_dim // 2
@@ -409,9 +417,10 @@ def test_a_decoder_whose_tokens_see_later_tokens_is_refused_by_both_implementati
         load_config(ModelSource(str(tmp_path)))
 
 
-def test_weights_of_another_kind_of_model_are_refused(tmp_path: Path) -> None:
-    write_config(tmp_path, "olmo", architecture="OlmoForSequenceClassification")
-    with pytest.raises(UnsupportedModelError, match="OlmoForSequenceClassification cannot be served: its weights are"):
+@pytest.mark.parametrize("architecture", ["OlmoForSequenceClassification", 7])
+def test_weights_of_another_kind_of_model_are_refused(tmp_path: Path, architecture: Any) -> None:
+    write_config(tmp_path, "olmo", architecture=architecture)
+    with pytest.raises(UnsupportedModelError, match=f"{architecture} cannot be served: its weights are"):
         TransformersConfig.load(str(tmp_path))
 
 
@@ -468,7 +477,7 @@ def test_masks_in_an_old_checkpoint_are_not_its_weights(tmp_path: Path) -> None:
     load(folder).close()
 
 
-def write_config(folder: Path, model_type: str, architecture: str = "") -> None:
+def write_config(folder: Path, model_type: str, architecture: Any = "") -> None:
     """Write a small config.json of a model, and a file with one tensor, which is never read."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
