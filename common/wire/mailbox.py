@@ -37,6 +37,7 @@ import msgspec
 import zmq
 from msgspec import Meta
 
+from common.wire.address import host_and_port, is_address
 from common.wire.curve import ZAP_DOMAIN, CurveClient, CurveServer, ZapHandler, public_key
 from common.wire.messages import PROTOCOL_VERSION, Header, Message, Ping, Refused
 from common.wire.unknown_peers import UnknownPeers
@@ -57,7 +58,7 @@ MAX_ROUTES = 4_096  # of peers that the process does not know
 NUM_PROBES = 6
 PROBE_EVERY_S = 0.02  # at first; each pause is twice as long as the one before it
 SILENCE_S = 30.0  # unless a mailbox is given another time
-REDIAL_S = 3.0  # without a connection after one was lost; ZMQ dials again by itself after most losses, but not all
+REDIAL_S = 3.0  # without a connection; ZMQ dials again by itself after most failures, but not all
 HANDSHAKE_MS = 10_000  # for all of a handshake; ZMQ closes connections that take longer
 MAX_EVENTS = 1_000  # read from ZMQ in one call
 _PING = msgspec.msgpack.encode(Ping())
@@ -145,7 +146,9 @@ class Mailbox:
         self._readable = [(self._socket, int(zmq.POLLIN))]  # for ``zmq_poll``
         self._configure(self._socket, is_bound=self._is_bound, silence_s=silence_s)
         self._endpoint = connect
-        self._lost_at: float | None = None  # since when a connecting mailbox lacks the connection that it had
+        self._is_name = bool(connect) and not is_address(host_and_port(connect.removeprefix("tcp://"), "connect")[0])
+        #: Since when a connecting mailbox lacks the connection that it had, or that it may have to dial in another way.
+        self._lost_at = time.monotonic() if self._is_name else None
         self._num_pending = 0  # connections to a bound mailbox whose handshake is not finished
         self._num_key_refusals = 0  # of those; they are counted already
         self._is_connected = False  # of a connecting mailbox
@@ -424,11 +427,14 @@ class Mailbox:
         """Close the connection of a connecting mailbox, if it has one, and make another one.
 
         ZMQ does not dial again by itself after an error that it takes for one of the protocol. And a server ignores a
-        connection for good if the last one of the same peer is still open there.
+        connection for good if the last one of the same peer is still open there. If a name has addresses of both kinds,
+        ZMQ dials IPv6 or IPv4 alone, as the socket says; so they take turns.
         """
         self._lost_at, self._is_connected = time.monotonic(), False
         with contextlib.suppress(zmq.ZMQError):
             self._socket.disconnect(self._endpoint)
+        if self._is_name:
+            self._socket.set(zmq.IPV6, not self._socket.get(zmq.IPV6))
         self._connect()
 
     def _on_refused_key(self, detail: str) -> None:

@@ -115,10 +115,10 @@ class Siblings:
             try:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     answer = await self._ask(index, request, Passed.QUESTION)
-                    return None if answer is None else await _whole(answer)
             except TimeoutError:
                 log.warning("the sibling gateway %d did not answer within %g s", index, ANSWER_TIMEOUT_S)
                 return None
+            return None if answer is None else await _whole(answer)
 
         answers = await asyncio.gather(*map(ask_one, self._group.others))
         found = zip(self._group.others, answers, strict=True)
@@ -197,10 +197,12 @@ def _encoded(request: ClientRequest, passed: Passed) -> bytes:
 
 
 async def _whole(answer: SiblingAnswer) -> WholeAnswer | None:
-    """An answer with its body; None if the sibling is lost before its end."""
+    """An answer with its body; None if the sibling is lost, or hangs, before its end."""
     try:
-        return WholeAnswer(answer.status, _kept(answer.headers), await answer.body())
-    except SiblingLost:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return WholeAnswer(answer.status, _kept(answer.headers), await answer.body())
+    except (SiblingLost, TimeoutError) as error:
+        log.warning("a sibling gateway has not ended its answer: %s", error or f"within {ANSWER_TIMEOUT_S:g} s")
         return None
     finally:
         answer.close()

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import json
 import math
+import signal
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -50,13 +51,14 @@ USAGE_STATUS, INTERRUPTED_STATUS = 2, 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0, 1 if the benchmark failed, 2 for wrong options, 130 after Ctrl-C."""
+    """Returns the exit status: 0, 1 if the benchmark failed, 2 for wrong options, 130 after Ctrl-C or SIGTERM."""
     if not argv or argv[0] not in NAMES:
         is_question = bool(argv) and argv[0] in ("-h", "--help")
         mistake = "" if is_question or not argv else f"bench: {argv[0]} is not a benchmark\n\n"
         print(mistake + _usage(), file=sys.stdout if is_question else sys.stderr)
         return 0 if is_question else USAGE_STATUS
     name, *words = argv
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # services and folders are given back, too
     try:
         return _run(name, words)
     except BatonError as error:
@@ -70,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         _say(f"bench {name}: stopped")
         return INTERRUPTED_STATUS
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(name: str, words: Sequence[str]) -> int:

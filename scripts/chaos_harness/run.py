@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import shutil
 import subprocess
 import time
@@ -150,16 +151,24 @@ class Run:
         return hosts
 
     def _disk(self, stack: contextlib.ExitStack) -> tuple[Path | None, str]:
-        """A small disk, and the node that writes to it; None where it cannot be mounted."""
-        disk = self._folder / "small-disk"
-        disk.mkdir()
+        """A small disk, and the node that writes to it; None where it cannot be mounted.
+
+        It is in no folder, so that nothing stays mounted even after a ``kill -9`` of this process: it is reached
+        through a descriptor, and vanishes with that one and the files that are open on it.
+        """
+        place = self._folder / "small-disk"
+        place.mkdir()
         try:
-            words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
-            subprocess.run(words, check=True, capture_output=True)
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(place)]
+            subprocess.run(mount, check=True, capture_output=True)
+            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, descriptor)
+            subprocess.run(["umount", "-l", str(place)], check=True, capture_output=True)
         except (subprocess.CalledProcessError, FileNotFoundError):
-            disk.rmdir()
             return None, ""
-        stack.callback(subprocess.run, ["umount", "-l", str(disk)], check=False, capture_output=True)
+        finally:
+            place.rmdir()
+        disk = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
         stack.callback(_save_logs, disk, self._folder)
         return disk, f"decode-{self._config.decode - 1}"
 
@@ -329,7 +338,7 @@ class Run:
 
 
 def _save_logs(disk: Path, folder: Path) -> None:
-    """Copy the logs from a disk that is about to be unmounted."""
+    """Copy the logs from a disk that is about to vanish."""
     for log in disk.glob("*.log"):
         with contextlib.suppress(OSError):
             shutil.copy(log, folder)

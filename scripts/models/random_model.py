@@ -9,13 +9,17 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from common.config.shared import SMALL_MODEL
+from common.errors import BatonError
+from scripts.serving.bound_process import bound_command
+
+ROOT = Path(__file__).resolve().parents[2]
 
 #: config.json of Qwen/Qwen3-0.6B, with a shorter context, which bounds the memory of a node.
 QWEN3_600M: dict[str, Any] = {
@@ -40,7 +44,10 @@ RECIPE = 2  # rises when what is written below changes
 
 
 def random_model(config: dict[str, Any] = QWEN3_600M, *, seed: int = 0) -> Path:
-    """The folder of a checkpoint with this configuration, made atomically if it does not exist."""
+    """The folder of a checkpoint with this configuration, made atomically if it does not exist.
+
+    Raises BatonError: the weights cannot be written.
+    """
     text = json.dumps([RECIPE, seed, config], sort_keys=True)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
     folder = cache / f"random-{config['model_type']}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -50,8 +57,7 @@ def random_model(config: dict[str, Any] = QWEN3_600M, *, seed: int = 0) -> Path:
     with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as place:
         made = Path(place) / "model"
         made.mkdir()
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:  # frees torch's memory
-            other.submit(_write_weights, made, config, seed).result()
+        _write_weights_elsewhere(made, config, seed)
         _write_tokenizer(made, config["vocab_size"])
         (made / "config.json").write_text(json.dumps(config, indent=1))
         if folder.exists():
@@ -87,6 +93,14 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return found | {"model.norm.weight": (hidden,)}
 
 
+def _write_weights_elsewhere(folder: Path, config: dict[str, Any], seed: int) -> None:
+    """Write the weights in a process of its own, which frees torch's memory, and ends at once with this one."""
+    words = [sys.executable, "-m", "scripts.models.random_model", str(folder), json.dumps(config), str(seed)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+    if status := subprocess.run(bound_command(words), env=environ, check=False).returncode:
+        raise BatonError(f"the random weights in {folder} cannot be written (status {status}); see above")
+
+
 def _write_weights(folder: Path, config: dict[str, Any], seed: int) -> None:
     import torch
     from safetensors.torch import save_file
@@ -112,3 +126,7 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(Path(SMALL_MODEL, name), folder / name)
+
+
+if __name__ == "__main__":
+    _write_weights(Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))

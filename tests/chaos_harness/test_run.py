@@ -1,6 +1,7 @@
 """A short seeded run of the whole harness, as a user starts it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from support.waiting import until
 from common.config.serve import ServeConfig
 from scripts.chaos_harness.answers import Answer, Output
 from scripts.chaos_harness.config import ChaosConfig
-from scripts.chaos_harness.run import NoReference, Run
+from scripts.chaos_harness.run import DISK_BYTES, NoReference, Run
 from scripts.chaos_harness.schedule import FaultKind, PlannedFault
 from scripts.chaos_harness.service import ChaosService
 
@@ -74,6 +75,20 @@ async def test_a_run_that_leaves_every_request_out_is_refused(tmp_path: Path) ->
     run._service = SimpleNamespace(clients={"gateway": client}, gateway=SimpleNamespace(name="gateway"))
     with pytest.raises(NoReference, match="raise --distinct"):
         await run._make_reference()
+
+
+def test_the_small_disk_is_mounted_nowhere_and_its_logs_are_kept(tmp_path: Path) -> None:
+    run = Run(ChaosConfig(), tmp_path, lambda line: None)
+    with contextlib.ExitStack() as stack:
+        disk, user = run._disk(stack)
+        if disk is None:
+            pytest.skip("no disk can be mounted here")
+        assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
+        assert list(tmp_path.iterdir()) == []
+        (disk / f"{user}.log").write_text("said")
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "filler").write_bytes(bytes(DISK_BYTES))
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("decode-1.log", "said")]
 
 
 async def test_an_error_of_a_fault_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

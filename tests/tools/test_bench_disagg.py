@@ -1,10 +1,15 @@
 """``bench disagg`` without its runs: the plan, pooled percentiles and the table; and the random model."""
 
 import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.service.processes import descendants, environment
+from support.waiting import until
 from tokenizers import Tokenizer
 
 from common.engine.models.config import ModelConfig
@@ -163,3 +168,14 @@ def test_a_random_model_is_made_once_and_can_be_loaded(tmp_path: Path, monkeypat
     assert (loaded.num_layers, loaded.vocab_size, loaded.dtype) == (2, 2000, "bfloat16")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.decode([1024, 1999]) == " w1024 w1999"
+
+
+def test_the_process_that_writes_a_model_ends_with_the_one_that_wants_it(tmp_path: Path) -> None:
+    program = "from scripts.models.random_model import random_model; random_model()"
+    variables = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", program], env=variables) as maker:
+        until(lambda: any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in descendants(maker.pid)))
+        writers = descendants(maker.pid)
+        maker.kill()
+    until(lambda: not any(os.path.exists(f"/proc/{writer}") for writer in writers))
+    assert not list(tmp_path.glob("baton/*/model/model.safetensors"))  # it would have been written seconds later

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +43,26 @@ def test_the_shortest_form_prints_figures_greater_than_zero(command: str, tmp_pa
     assert figures
     assert [figure for figure in empty_figures(figures) if not figure.startswith("goodput")] == []
     assert ended.stdout.strip()
+
+
+def test_sigterm_stops_a_benchmark_as_ctrl_c_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given_back: list[str] = []
+
+    def run(name: str, words: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return 0
+        finally:
+            given_back.append(name)
+
+    monkeypatch.setattr("scripts.benchmarks.main._run", run)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["scheduler"]) == 130
+    assert given_back == ["scheduler"]
+    assert capsys.readouterr().err == "bench scheduler: stopped\n"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

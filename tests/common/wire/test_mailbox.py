@@ -1,5 +1,7 @@
 """Mailboxes: delivery, lost peers, bounded memory, and the refusal of malformed messages."""
 
+import subprocess
+import sys
 import time
 
 import msgspec
@@ -282,3 +284,30 @@ def test_the_connections_of_strangers_are_forgotten_and_those_of_known_peers_and
         assert heard_by(sockets[peer]) == Abort(peer, 0)
     for socket in sockets.values():
         socket.close()
+
+
+#: Dials a name with an address of each kind, while a mailbox listens at that of one kind.
+DIAL_NAME = """
+import sys, time, zmq
+from common.wire import mailbox
+from common.wire.messages import FromGateway, FromNode
+mailbox.REDIAL_S = 0.1
+context = zmq.Context()
+bound = mailbox.Mailbox(context, "a" * 32, FromNode, bind=f"tcp://{sys.argv[1]}:*")
+node = mailbox.Mailbox(context, "b" * 32, FromGateway, connect=f"tcp://both:{bound.port}")
+while not node.connection_events().connected:
+    bound.connection_events()
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "[::1]"])
+def test_a_name_with_addresses_of_both_kinds_is_dialled_at_either(address, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("::1 both\n127.0.0.1 both\n")
+    shell = f"mount --bind {hosts} /etc/hosts || exit 9; exec {sys.executable} -c '{DIAL_NAME}' '{address}'"
+    words = ["unshare", "--map-root-user", "--mount", "sh", "-c", shell]
+    found = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    if found.returncode == 9 or found.stderr.startswith("unshare:") or "Cannot assign requested" in found.stderr:
+        pytest.skip(f"no name can be given both addresses here: {found.stderr}")
+    assert found.returncode == 0, found.stderr

@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -14,10 +15,11 @@ import pytest
 from support.gateway.certificates import make_certificate
 from support.gateway.fake_nodes import BODY, Stack, events, running, silent
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ErrorCode
 from gateway import server
 from gateway.siblings import forwarding
 from gateway.siblings.connection import SiblingLost, ask, inherited_listener, listen_at
+from gateway.siblings.forwarding import Siblings
 from gateway.siblings.group import GatewayGroup
 
 #: A key of each gateway, by the index of its home.
@@ -153,6 +155,27 @@ async def test_the_answer_of_a_sibling_that_hangs_breaks_off(folder: Path, monke
             assert answer.status == 200
             with pytest.raises(aiohttp.ClientPayloadError):
                 await answer.read()
+
+
+async def test_a_sibling_that_hangs_in_an_error_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that continues a stored response asks all gateways for it, one after the other."""
+    monkeypatch.setattr(forwarding, "ANSWER_TIMEOUT_S", 0.1)
+    closed: list[int] = []
+
+    async def ask(address: str, request: bytes, *, receipt_s: float | None) -> Any:
+        return SimpleNamespace(status=404, headers=[], body=asyncio.Event().wait, close=lambda: closed.append(1))
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    monkeypatch.setattr(forwarding, "ask", ask)
+    scope = {"method": "POST", "raw_path": b"/v1/responses", "query_string": b"", "headers": [], "state": {}}
+    scope["state"]["request_id"] = "r"
+    request = forwarding.ClientRequest(scope, b"{}", send)
+    group = Siblings(GatewayGroup("g", 0, 3), request_timeout_s=60.0)
+    async with asyncio.timeout(60):
+        assert not await group.pass_to_holder(ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND, request)
+    assert closed == [1, 1]
 
 
 async def test_an_abort_reaches_the_gateway_that_has_the_request(folder: Path) -> None:
