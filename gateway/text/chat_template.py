@@ -175,13 +175,22 @@ def _read_template(file: Path, place: str) -> str:
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
+    """The settings of a folder's tokenizer. Raises ConfigError: a file cannot be read."""
+    config = _read_object(folder, "tokenizer_config.json")
+    if "added_tokens_decoder" in config:
+        return config
+    # Older versions of transformers wrote special tokens into a file of their own, which it prefers here, too.
+    return {**config, **_read_object(folder, "special_tokens_map.json")}
+
+
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name
     if not path.is_file():
         return {}
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"--model {folder}: tokenizer_config.json cannot be read: {error}") from error
+        raise ConfigError(f"--model {folder}: {name} cannot be read: {error}") from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -17,7 +17,10 @@ from gateway.text.tool_parsers.registry import tool_format
 from gateway.workers.pool import WorkerPool, make_pool
 
 #: The files of a checkpoint that the gateway reads; never weights.
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json", "config.json",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)

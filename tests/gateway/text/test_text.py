@@ -1,5 +1,6 @@
 """Incremental decoding equals decoding at once; no partial character and no part of a stop string is shown."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -276,6 +277,17 @@ def test_a_tokenizer_with_an_id_that_would_take_gigabytes_of_tables_is_refused(t
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read: it has the token id 2147483647, and"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(("more", "shown"), [({}, "<s></s>"), ({"added_tokens_decoder": {}}, "<b></s>")])
+def test_templates_have_the_special_tokens_of_a_file_of_their_own(tmp_path, more, shown):
+    """As older versions of transformers wrote them, without ``added_tokens_decoder``."""
+    config = {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "<b>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | more))
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>", "lstrip": false}}')
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    assert template.render(CHAT) == shown
 
 
 def test_corpus_is_what_the_tokenizer_was_made_of():

@@ -80,7 +80,7 @@ def draw_weights(model: Any) -> None:
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             else:
-                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+                parameter.normal_(0, 1.5 * max(parameter.shape[-1], 1) ** -0.5)
 
 
 def load_reference(folder: str | Path, device: str = "cpu") -> Any:

@@ -209,30 +209,38 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
     library_logging.disable_default_handler()  # Baton's log takes its messages
     library_logging.enable_propagation()
     library_logging.disable_progress_bar()
+    stored = read_json(folder / "config.json")
     rope = {key: value for key, value in overrides.items() if key in _OLD_ROPE_KEYS}
     others = {key: value for key, value in overrides.items() if key not in rope}
     try:
-        config, unused = AutoConfig.from_pretrained(
-            folder,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            return_unused_kwargs=True,
-            **copy.deepcopy(others),  # it changes dictionaries
-        )
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        unknown = sorted(key for key in others if key not in stored and not hasattr(config, key))
+        if others and not unknown:  # made anew, since the library derives keys from others
+            kept = _of_layers_that_remain(stored, others)
+            config = type(config).from_dict({**kept, **copy.deepcopy(others)}, name_or_path=str(folder))
     except Exception as error:  # the library's code, and that of checkpoints, may raise anything
-        if not trust_remote_code and _needs_code({**read_json(folder / "config.json"), **overrides}):
+        if not trust_remote_code and _needs_code({**stored, **overrides}):
             raise UnsupportedModelError(
                 f"{folder}: this model is computed by Python code of the checkpoint; it needs --trust-remote-code, "
                 "and runs that code"
             ) from error
         raise UnsupportedModelError(f"{folder}: transformers cannot read config.json ({_first_line(error)})") from error
-    if unused := sorted(set(unused) & set(overrides)):
-        raise ConfigError(f"--hf-overrides: {', '.join(unused)} is not a key of this model's config.json")
+    if unknown:
+        raise ConfigError(f"--hf-overrides: {', '.join(unknown)} is not a key of this model's config.json")
     if rope:
         _override_rope(config, rope)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+def _of_layers_that_remain(stored: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without the types of layers that an override takes away."""
+    number = overrides.get("num_hidden_layers")
+    return {
+        key: value[:number] if key.endswith("layer_types") and isinstance(value, list) else value
+        for key, value in stored.items()
+    }
 
 
 def _override_rope(config: Any, given: Mapping[str, Any]) -> None:

@@ -413,10 +413,10 @@ def _shape_of(layer: Any) -> tuple[int, int]:
 
 
 def _linear_of(layer: nn.Module) -> Linear | None:
-    """Return the weights of a linear layer; None if the module is something else, or more than that."""
-    if type(layer) not in (nn.Linear, Conv1D):
-        return None
+    """Return the weights of a linear layer; None if it has none, or if the module is something else, or more."""
     found: Any = layer
+    if type(layer) not in (nn.Linear, Conv1D) or not found.weight.numel():  # as without shared experts
+        return None
     weight = found.weight.data
     if type(layer) is Conv1D:  # of GPT-2: the weight is [in, out]
         weight = weight.T.contiguous()

@@ -139,7 +139,7 @@ class TpPlan:
             if kind.divided == "inputs" and kind.joined and own == "bias":
                 if self._shard.rank:  # rank 0 alone adds it to the sum
                     self._parts[full] = _Part(0, ())
-            elif kind.divided:
+            elif kind.divided and parameter.numel():  # without shared experts they have no numbers
                 self._parts[full] = self._part(full, parameter, kind)
 
     def _style(self, name: str, given: str | None) -> _Style:

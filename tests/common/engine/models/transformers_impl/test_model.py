@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.engine.engine_driver import Driver, check_tokens
-from support.engine.library_models import LIBRARY_MODELS, make_library_model
+from support.engine.library_models import LIBRARY_MODELS, WINDOW, make_library_model
 from support.engine.lora_adapters import make_adapter, merge
 from support.engine.reference_models import VOCAB_SIZE, draw_prompts, load_reference, prompt_logprobs
 from tokenizers import Tokenizer
@@ -310,6 +310,27 @@ def test_overrides_change_the_configuration_and_unknown_ones_are_refused(tmp_pat
     assert plain.digest != longer.digest
     with pytest.raises(ConfigError, match="--hf-overrides: num_layerz is not a key"):
         load_config(ModelSource(folder, overrides={"num_layerz": 2}))
+
+
+def test_keys_that_the_library_derives_from_an_overridden_one_change_with_it(tmp_path: Path) -> None:
+    qwen = str(make_library_model(tmp_path / "qwen", "Qwen2ForCausalLM", max_window_layers=1))
+    stored = json.loads(Path(qwen, "config.json").read_text())
+    del stored["layer_types"]  # as older versions of the library write it
+    Path(qwen, "config.json").write_text(json.dumps(stored))
+
+    def windows(**overrides: Any) -> list[int | None]:
+        config = load_config(ModelSource(qwen, overrides=overrides, implementation="transformers"))
+        return [layer.window for layer in config.layers]
+
+    assert windows() == [None, WINDOW, WINDOW]
+    assert windows(max_window_layers=2) == [None, None, WINDOW]
+    assert windows(use_sliding_window=False) == [None, None, None]
+
+
+def test_an_override_takes_layers_away(tmp_path: Path) -> None:
+    folder = str(make_library_model(tmp_path, "Gemma3ForCausalLM"))
+    config = load_config(ModelSource(folder, overrides={"num_hidden_layers": 2}, has_dummy_weights=True))
+    assert [layer.window for layer in config.layers] == [WINDOW, None]
 
 
 def test_rope_is_overridden_by_its_older_keys_too(tmp_path: Path) -> None:

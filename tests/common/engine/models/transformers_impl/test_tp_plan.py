@@ -85,6 +85,12 @@ def test_four_ranks_divide_heads_that_several_of_them_share(
     check_divided(make_library_model(tmp_path, architecture, seed=7, **overrides), 4, [1, 17, 70])
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
+def test_a_model_without_shared_experts_is_divided(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "DeepseekV3ForCausalLM", seed=7, n_shared_experts=0)
+    check_divided(folder, 2, [1, 17, 70])
+
+
 @pytest.mark.parametrize(
     ("kind", "architecture"), [("gptq, act-order", "GPTNeoXForCausalLM"), ("fp8 in blocks", "OlmoeForCausalLM")]
 )
