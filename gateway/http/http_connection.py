@@ -168,14 +168,18 @@ class HttpConnection(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                # The parser takes the body for data of the other protocol, so it parses the request again without the
-                # offer.
+                # The parser takes the body for data of the other protocol, so the request is parsed again without the
+                # offer, by a new parser: the old one takes nothing more after "Connection: close".
                 data = self._head_without_offer() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _head_without_offer(self) -> bytes:
         method = self.parser.get_method()
         lines = [b"%b %b HTTP/1.1" % (method, self.url)]
         lines += [b"%b: %b" % line for line in self.headers if line[0] not in (b"connection", b"upgrade")]
+        if not self.parser.should_keep_alive():
+            lines.append(b"connection: close")
         return b"\r\n".join([*lines, b"\r\n"])
 
     def _refuse(self, error: RequestError) -> None:
@@ -184,8 +188,10 @@ class HttpConnection(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             body = encode_json(openai_envelope(error, ""))
-            head = _head(error.status, self.request_id, len(body))
-            self.transport.write(head + body)
+            answer = _head(error.status, self.request_id, len(body))
+            if self.parser.get_method() != b"HEAD":
+                answer += body
+            self.transport.write(answer)
             if self.transport.can_write_eof():
                 self.transport.write_eof()
             self._time_out_after(LINGER_S)  # until the client has closed its side, so that it sees the answer

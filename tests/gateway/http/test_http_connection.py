@@ -113,6 +113,22 @@ async def test_an_offer_of_another_protocol_is_ignored():
         assert (await answer_of(reader))[2] == b""
 
 
+async def test_an_offer_of_another_protocol_with_the_last_request_is_ignored():
+    offer = b"Connection: Upgrade, close\r\nUpgrade: h2c\r\n"
+    async with serving(echo_body) as (_, server):
+        answer = await exchange(server, POST + offer + b"Content-Length: 2\r\n\r\nhi")
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"connection: close" in answer
+        assert answer.endswith(b"\r\n\r\nhi")
+
+
+async def test_a_refused_head_request_is_answered_without_a_body():
+    async with serving(say_path) as (_, server):
+        answer = await exchange(server, b"HEAD / HTTP/1.1\r\nx: " + b"a" * (65 << 10) + b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 431")
+        assert answer.endswith(b"\r\n\r\n")
+
+
 async def test_a_failing_application_leaves_a_traceback_and_a_closed_connection(caplog):
     async def fails(app, scope, receive, send):
         raise LookupError("a bug")
