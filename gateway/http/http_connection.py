@@ -179,7 +179,8 @@ class HttpConnection(HttpToolsProtocol):
         method = self.parser.get_method()
         lines = [b"%b %b HTTP/1.1" % (method, self.url)]
         lines += [b"%b: %b" % line for line in self.headers if line[0] not in (b"connection", b"upgrade")]
-        lines += [] if self.parser.should_keep_alive() else [b"connection: close"]
+        if not self.parser.should_keep_alive():
+            lines.append(b"connection: close")
         return b"\r\n".join([*lines, b"\r\n"])
 
     def _refuse(self, error: RequestError) -> None:
@@ -188,8 +189,10 @@ class HttpConnection(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             body = encode_json(error_body(error))
-            head = _head(error.status, self.request_id, len(body))
-            self.transport.write(head + body)
+            answer = _head(error.status, self.request_id, len(body))
+            if self.parser.get_method() != b"HEAD":
+                answer += body
+            self.transport.write(answer)
             if self.transport.can_write_eof():
                 self.transport.write_eof()
             self._time_out_after(LINGER_S)  # until the client has closed its side, so that it sees the answer

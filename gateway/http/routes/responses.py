@@ -86,4 +86,9 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         message = "only responses in the background can be cancelled, which this server does not make"
         raise RequestError(ErrorCode.NOT_SUPPORTED, f"{message}; close the connection instead")
 
+    @router.post("/v1/responses/compact", include_in_schema=False)
+    async def compact_response(tenant: Tenant) -> Response:
+        message = "this server does not compact conversations; the field truncation with 'auto' drops the oldest turns"
+        raise RequestError(ErrorCode.NOT_SUPPORTED, message)
+
     return router

@@ -120,7 +120,15 @@ async def test_an_offer_of_another_protocol_on_a_connection_that_is_to_close_is_
     async with serving(echo_body) as (_, server):
         answer = await exchange(server, head + b"Content-Length: 2\r\n\r\nhi")
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"connection: close" in answer
         assert answer.endswith(b"\r\n\r\nhi")
+
+
+async def test_a_refused_head_request_is_answered_without_a_body():
+    async with serving(say_path) as (_, server):
+        answer = await exchange(server, b"HEAD / HTTP/1.1\r\nx: " + b"a" * (65 << 10) + b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 431")
+        assert answer.endswith(b"\r\n\r\n")
 
 
 async def test_a_failing_application_leaves_a_traceback_and_a_closed_connection(caplog):

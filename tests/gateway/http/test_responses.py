@@ -479,8 +479,9 @@ async def test_a_conversation_beyond_the_limit_of_a_body_is_refused(folder):
         assert (status, error["error"]["param"]) == (413, "previous_response_id")
 
 
-async def test_a_response_cannot_be_cancelled(stack):
-    status, error = await stack.post("/v1/responses/resp_1/cancel", {})
+@pytest.mark.parametrize("path", ["resp_1/cancel", "compact"])
+async def test_responses_are_neither_cancelled_nor_compacted(stack, path):
+    status, error = await stack.post(f"/v1/responses/{path}", {})
     assert (status, error["error"]["code"]) == (400, "not_supported")
 
 
