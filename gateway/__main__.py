@@ -26,6 +26,14 @@ from gateway.workers.served_models import load_models, model_folders
 
 log = logging.getLogger("gateway")
 
+HELP = """Speak HTTP and text, choose nodes, relay tokens.
+
+\b
+Examples:
+  gateway --model DIR        nodes of this machine connect to port 8001
+  gateway --model DIR --keys keys/a --host 10.0.0.1 --control-host 10.0.0.1
+
+Logs "listening http://HOST:PORT", and answers /ready with 200 once a prefill node and a decode node have registered."""
 #: Net allocations before young objects are searched for cycles, and how many searches of younger ones come before one
 #: of older ones. The objects of the requests in flight are far more than Python's default of 700, and none of them is
 #: part of a cycle when its request has ended. A search of all objects takes about a second with 100,000 requests in
@@ -71,7 +79,7 @@ async def serve(gateway: Gateway, drain_timeout_s: float) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    config = resolve(GatewayConfig, argv, command="gateway", help="Speak HTTP and text, choose nodes, relay tokens.")
+    config = resolve(GatewayConfig, argv, command="gateway", help=HELP)
     raise_open_file_limit()
     writer = configure_logging("gateway", level=config.log_level, log_format=config.log_format)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts are tokenized one by one; threads would only wait

@@ -3,14 +3,13 @@
 A gateway or node replaces this process image, so that its command line shows what it is.
 """
 
-import errno
 import os
 import sys
 from importlib import import_module
 
-#: Failures of standard output: its reader has ended, or its disk is full or broken.
-OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
-FAILED, INTERRUPTED = 1, 130
+from common.standard_output import OUTPUT_ERRORS, output_failed
+
+INTERRUPTED = 130
 
 WORKER = "scripts.serving.worker"
 PROCESSES = {"gateway": ("gateway",), "prefill": (WORKER, "prefill"), "decode": (WORKER, "decode")}
@@ -55,10 +54,8 @@ def main() -> int:
     except OSError as error:
         if error.filename or error.errno not in OUTPUT_ERRORS:
             raise
-        sys.stdout = None  # otherwise the interpreter fails again when it flushes at exit
-        if error.errno != errno.EPIPE:  # as of ``baton bench | head``
-            print(f"{sys.argv[1]}: cannot write to standard output: {error.strerror}", file=sys.stderr)
-        return FAILED
+        command = sys.argv[1] if len(sys.argv) > 1 else ""
+        return output_failed(command if command in MAINS else "baton", error)
 
 
 def _run(words: list[str]) -> int:

@@ -6,12 +6,13 @@ is one sentence on standard error and exit status 2, never a traceback.
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
 
-from common.config.foreign_flags import ALIASES, ALWAYS_ON, aliases_of, unknown_flag
+from common.config.foreign_flags import ALIASES, ALWAYS_ON, aliases_of, unknown_flag, unknown_option
 from common.config.gateway import GatewayConfig
 from common.config.node import NodeConfig
 from common.config.option_groups import sections
@@ -19,6 +20,7 @@ from common.config.options import Option, merge, options_of, read_file, unknown_
 from common.config.serve import ServeConfig
 from common.config.shared import OTHER_VARIABLES, SMALL_MODEL
 from common.errors import ConfigError
+from common.standard_output import output_failed
 
 Config = TypeVar("Config")
 
@@ -80,10 +82,12 @@ def _typed(cls: type, words: Sequence[str], *, command: str, help: str) -> dict[
             return {name: value for name, value in context.params.items() if value not in (None, ())}
     except click.exceptions.Exit as done:  # --help
         sys.exit(done.exit_code)
+    except OSError as error:  # of --help
+        sys.exit(output_failed(command, error))
     except click.NoSuchOption as error:
-        if not is_serving or not error.option_name.startswith("--"):
-            raise ConfigError(error.format_message()) from None
         known = [flag for param in params for flag in (*param.opts, *param.secondary_opts)]
+        if not is_serving:
+            raise ConfigError(unknown_option(error.option_name, known)) from None
         raise ConfigError(unknown_flag(error.option_name, known, _commands_by_flag())) from None
     except click.UsageError as error:
         is_stray = "unexpected extra argument" in error.message
@@ -91,8 +95,30 @@ def _typed(cls: type, words: Sequence[str], *, command: str, help: str) -> dict[
         raise ConfigError(error.format_message() + (remedy if is_stray else "")) from None
 
 
+class HelpFormatter(click.HelpFormatter):
+    """Breaks the help of an option only at spaces, so that the flags in it can be searched for and copied."""
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        rows = list(rows)
+        column = min(max(len(flags) for flags, _ in rows), col_max) + col_spacing
+        width = max(self.width - column - self.indent_increment, 10)
+        margin = " " * (self.current_indent + column)
+        for flags, text in rows:
+            lines = textwrap.wrap(text, width, break_on_hyphens=False)
+            if len(flags) > column - col_spacing or not lines:
+                lines.insert(0, "")
+            self.write(f"{'':{self.current_indent}}{flags:{column}}{lines[0]}".rstrip() + "\n")
+            self.write("".join(f"{margin}{line}\n" for line in lines[1:]))
+
+
+class HelpContext(click.Context):
+    formatter_class = HelpFormatter
+
+
 class GroupedCommand(click.Command):
     """A command whose ``--help`` shows the usual options first, and then the others in groups."""
+
+    context_class = HelpContext
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         params = {param.name or "": param for param in self.get_params(ctx) if isinstance(param, click.Option)}

@@ -159,4 +159,10 @@ def unknown_flag(flag: str, known: Iterable[str], elsewhere: Mapping[str, list[s
     near = difflib.get_close_matches(flag, [*known, *NO_EQUAL], n=1, cutoff=0.75)
     if near and near[0] in NO_EQUAL:
         return f"{flag} is not a known option; {near[0]} of SGLang or vLLM has no equal in Baton: {NO_EQUAL[near[0]]}"
+    return unknown_option(flag, known)
+
+
+def unknown_option(flag: str, known: Iterable[str]) -> str:
+    """Return the error for a flag that resembles at most one of the known ones."""
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
     return f"{flag} is not a known option" + (f"; did you mean {near[0]}?" if near else "; --help lists all options")

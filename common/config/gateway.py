@@ -40,7 +40,10 @@ class RoutingOptions:
         minimum=1,
     )
     max_queued_requests: int | None = option(
-        None, "Requests that may wait at a node, and at the gateway for each model; further ones get 429.", minimum=0
+        None,
+        "Requests that may wait at a node, and at the gateway for each model; further ones get 429. Without it: 1,024 "
+        "at a node, 512 at the gateway.",
+        minimum=0,
     )
     max_dispatch_ahead: int = option(
         64,

@@ -103,11 +103,14 @@ class NodeAdapters:
         return dict(self._unloaded)
 
     def load_given(self) -> None:
-        """Load the adapters of ``--lora``.
+        """Load the adapters of ``--lora``, and look for ``--lora-dir``.
 
         Raises:
-            ConfigError: one cannot be loaded.
+            ConfigError: one cannot be loaded, or there is no such folder.
         """
+        root = self._config.lora_dir
+        if root is not None and not Path(root).expanduser().is_dir():
+            raise ConfigError(f"--lora-dir {root}: there is no such folder")
         for name, folder in adapters_at_start(self._config).items():
             try:
                 read = self._executor.read_adapter(Path(folder).expanduser(), max_rank=self._config.max_lora_rank)
@@ -162,7 +165,7 @@ class NodeAdapters:
             raise ConfigError(
                 f"this node has {num_held - 1} adapters already, which is --max-loaded-loras; unload one, or raise it"
             )
-        root = Path(config.lora_dir).resolve()
+        root = Path(config.lora_dir).expanduser().resolve()
         folder = _below(root, message.path)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")

@@ -255,7 +255,7 @@ class EventLoop:
 
     def _begin_drain(self, timeout_s: float, now: float) -> None:
         self._drain_s, num_left = None, len(self._role.requests())
-        log.info("draining: taking no new requests, and stopping in %g s or when %d have ended", timeout_s, num_left)
+        log.info("draining: stopping when the %d requests here have ended, or in %g s", num_left, timeout_s)
         self._departure = Departure(None, now + timeout_s)
         self._links.send_to_all(Deregister())
 

@@ -54,8 +54,10 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0, 1 if the benchmark failed, 2 for wrong options, 130 after Ctrl-C or SIGTERM."""
     if not argv or argv[0] not in NAMES:
         is_question = bool(argv) and argv[0] in ("-h", "--help")
-        mistake = "" if is_question or not argv else f"bench: {argv[0]} is not a benchmark\n\n"
-        print(mistake + _usage(), file=sys.stdout if is_question else sys.stderr)
+        if argv and not is_question:
+            _say(f"bench: {argv[0]} is not a benchmark; choose from {', '.join(NAMES)}")
+        else:
+            print(_usage(), file=sys.stdout if is_question else sys.stderr)
         return 0 if is_question else USAGE_STATUS
     name, *words = argv
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # services and folders are given back, too

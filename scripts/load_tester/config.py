@@ -77,8 +77,9 @@ class LoadOptions:
     tenants: int = option(0, "Number of tenants, drawn evenly; 0 for none.", minimum=0, maximum=1_000_000)
     mix: str | None = option(
         None,
-        "Classes of requests: NAME:share=2,input=300,output=uniform:10:50,priority=1,class=high,deadline=2s,tenant=T,"
-        "slo-ttft=1s,slo-itl=50ms,prefix=100,groups=4,turns=3,think=1s; NAME:... (options above are the defaults).",
+        "Classes of requests, NAME:KEY=VALUE,KEY=VALUE;NAME:... such as 'chat:share=3,input=200;batch:output=500'. "
+        "Keys: share (a weight), input, output, prefix, groups, turns, think, tenant, priority, class, deadline, "
+        "slo-ttft, slo-itl, slo-tpot, slo-e2e. Without one, the option of that name applies.",
     )
     trace: str | None = option(
         None, "Replay a trace: Mooncake, Azure, BurstGPT or Qwen-Bailian; or your own requests as JSON lines."

@@ -44,7 +44,13 @@ ROOT = Path(__file__).resolve().parents[2]
 HELP = """Serve a model on this machine: a gateway, prefill nodes and decode nodes.
 
 Without --model it serves the small model included in Baton. Prints "ready http://HOST:PORT" once a request has
-succeeded; Ctrl-C or SIGTERM stops everything."""
+succeeded; Ctrl-C or SIGTERM stops everything.
+
+\b
+Examples:
+  serve
+  serve --model Qwen/Qwen3-0.6B --prefill 2 --decode 2
+  serve --model DIR --device cpu --max-total-tokens 50000 --port 8080"""
 POLL_S, CALL_TIMEOUT_S = 0.1, 60.0
 BACKLOG, MAX_PROBES = 1024, 100
 
@@ -341,7 +347,8 @@ async def serve(config: ServeConfig, output: Output, listener: socket.socket | N
     output.say(
         f"starting {config.workers} gateway{'s' if config.workers > 1 else ''}, {config.prefill} prefill and "
         f"{config.decode} decode for {config.served_name}, "
-        f"{' or '.join(map(str, threads))} compute threads each{'' if shares[0].cpus else ', not pinned'}"
+        f"{' or '.join(map(str, threads))} compute thread{'' if threads == [1] else 's'} each"
+        f"{'' if shares[0].cpus else ', not pinned'}"
     )
     running = asyncio.create_task(supervisor.run())
     ready = asyncio.create_task(wait_until_ready(config, gateways, output))

@@ -23,8 +23,22 @@ from kv_transfer.transports.ranks.node_transports import NodeTransports
 from prefill_node import factory as prefill
 
 HELP: Mapping[str, str] = {
-    "prefill": "Compute prompts and hand their KV pages to decode nodes.",
-    "decode": "Receive prompts from prefill nodes and decode them, token by token, in one batch.",
+    "prefill": """Compute prompts and hand their KV pages to decode nodes.
+
+\b
+Examples:
+  prefill --model DIR        the gateway is on this machine
+  prefill --model DIR --keys keys/a --gateway 10.0.0.1:8001 --advertise-host 10.0.0.1
+
+The addresses of other machines need BATON_CLUSTER_KEY too. Logs "registered with the gateway" once it can be used.""",
+    "decode": """Get the KV pages of prompts from prefill nodes and generate the outputs, in one batch.
+
+\b
+Examples:
+  decode --model DIR        the gateway is on this machine
+  decode --model DIR --keys keys/b --gateway 10.0.0.1:8001 --advertise-host 10.0.0.2
+
+The addresses of other machines need BATON_CLUSTER_KEY too. Logs "registered with the gateway" once it can be used.""",
 }
 
 

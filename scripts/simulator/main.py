@@ -125,9 +125,9 @@ def _other_command(config: SimulateConfig) -> Callable[[SimulateConfig], int] | 
 
 def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(SimulateConfig, argv, command="simulate", help=HELP)
-    if config.replay is not None:
-        return replay_command(config.replay)
     try:
+        if config.replay is not None:
+            return replay_command(config.replay)
         check_file(config.json, "--json")
         check_file(config.html, "--html")
         check_distinct([("--trace", config.trace)], [("--json", config.json), ("--html", config.html)])

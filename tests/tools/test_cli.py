@@ -64,6 +64,17 @@ def test_output_for_which_the_disk_has_no_room_is_one_sentence(
     assert (status, said) == (1, "simulate: cannot write to standard output: No space left on device\n")
 
 
+def test_a_list_of_commands_for_which_the_disk_has_no_room_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["baton", "--help"])
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        status = cli.main()
+    said = capsys.readouterr().err
+    assert (status, said) == (1, "baton: cannot write to standard output: No space left on device\n")
+
+
 def test_output_that_is_not_read_ends_a_command_quietly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,6 @@ class ContentBlock(Extensible, kw_only=True):
     # tool_result
     tool_use_id: CallId | None = None
     content: "str | list[ContentBlock] | dict[str, Any] | None" = None  # an object in results of Anthropic's tools
-    is_error: bool | None = None
     # Blocks of an answer have these; they may come back and mean nothing then.
     signature: str | None = None
     citations: Any = None

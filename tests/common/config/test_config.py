@@ -1,5 +1,7 @@
 """Options from flags, environment and file, in this order of precedence, and the refusal of invalid ones."""
 
+import contextlib
+import sys
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
@@ -252,6 +254,16 @@ def test_help_shows_defaults_and_variables(capsys):
     assert ended.value.code == 0
     assert "Tokens per KV page, the unit of caching and transfer. [default: 16]" in shown
     assert "Every option is also an environment variable (--model is BATON_MODEL)" in shown
+
+
+@pytest.mark.parametrize("command", ["gateway", "decode"])
+def test_help_for_which_the_disk_has_no_room_is_one_sentence(command, capsys, monkeypatch):
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            resolve(CLASSES[command], ["--help"], command=command)
+    sentence = f"{command}: cannot write to standard output: No space left on device\n"
+    assert (ended.value.code, capsys.readouterr().err) == (1, sentence)
 
 
 KNOWN_DEFAULTS = {

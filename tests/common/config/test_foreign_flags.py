@@ -13,6 +13,7 @@ from common.config.node import NodeConfig
 from common.config.options import options_of
 from common.config.serve import ServeConfig
 from common.errors import ConfigError
+from scripts.load_tester.config import LoadtestConfig
 
 FLAGS = {found.flag for cls in CLASSES.values() for found in options_of(cls).values()}
 OWN = FLAGS | {"--no-" + flag[2:] for flag in FLAGS} | {"--config", "--help"}
@@ -127,6 +128,18 @@ def test_a_misspelt_flag_is_answered_with_the_closest_one(words: list[str], sent
     with pytest.raises(ConfigError) as refused:
         serve(*words)
     assert str(refused.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("--inputlen=8", "--inputlen is not a known option; did you mean --input-len?"),
+        ("--nope", "--nope is not a known option; --help lists all options"),
+    ],
+)
+def test_a_command_that_serves_nothing_refuses_a_flag_with_the_same_words(word: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}$"):
+        parse(LoadtestConfig, [word], command="loadtest")
 
 
 def test_a_flag_of_another_command_is_answered_with_the_commands_that_take_it() -> None:

@@ -52,3 +52,4 @@ def test_help_has_every_option_once_and_fits_into_80_columns(command, capsys, mo
     for found in options_of(COMMANDS[command]).values():
         flag = f"--[no-]{found.flag[2:]}" if found.kind is bool else found.flag
         assert len(re.findall(rf"^  {re.escape(flag)}(?=[ ,\n])", shown, re.M)) == 1, flag
+    assert not re.findall(r"--[a-z-]*-\n", shown), "a line breaks within a flag"

@@ -1,5 +1,6 @@
 """A node's LoRA adapters: where they may be loaded from, how many, and when they go."""
 
+import re
 import threading
 from pathlib import Path
 
@@ -88,6 +89,13 @@ def test_without_a_folder_nothing_is_loaded_while_the_node_serves(folder: Path) 
     node = Node(None)
     assert "--lora-dir" in node.load("a", str(folder / "a"))
     assert node.engine.read == []
+
+
+def test_a_folder_for_adapters_that_does_not_exist_is_refused_at_start(folder: Path) -> None:
+    Node(folder).adapters.load_given()
+    missing = folder / "missing"
+    with pytest.raises(ConfigError, match=f"^--lora-dir {re.escape(str(missing))}: there is no such folder$"):
+        Node(missing).adapters.load_given()
 
 
 @pytest.mark.parametrize(

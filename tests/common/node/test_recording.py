@@ -126,6 +126,20 @@ def test_a_recording_of_another_version_is_refused(tmp_path: Path) -> None:
         list(frames.read_frames(path))
 
 
+def test_a_recording_with_a_policy_that_cannot_be_found_is_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import msgspec
+
+    config = plain_config(NodeConfig(role="decode", schedule_policy="nowhere:Own"))
+    path = written(tmp_path / "f", msgspec.structs.replace(HEADER, config=config))
+    assert main(["--replay", path]) == 2
+    assert capsys.readouterr().err == (
+        "simulate: --schedule-policy nowhere:Own cannot be imported: No module named 'nowhere'; its folder must be in "
+        "PYTHONPATH\n"
+    )
+
+
 def test_a_recorded_configuration_lacks_only_secrets() -> None:
     config = NodeConfig(role="decode", priority_classes=("high:8", "low:1"), page_size=4)
     assert config_from(plain_config(config)) == config

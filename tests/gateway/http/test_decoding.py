@@ -194,6 +194,12 @@ def test_strict_fields_refuse_what_has_no_effect():
     decoded(ChatCompletionRequest, {**CHAT, "user": None, "modalities": ["text"]}, are_refused=True)
 
 
+def test_that_the_result_of_a_tool_is_an_error_is_named_since_the_model_does_not_see_it():
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "no such file", "is_error": True}
+    _, ignored = decoded(MessagesRequest, {"max_tokens": 9, "messages": [{"role": "user", "content": [result]}]})
+    assert ignored == ("messages.content.is_error",)
+
+
 def test_the_header_names_safe_characters_only_and_a_bounded_number_of_fields():
     message = {"role": "user", "content": "a", "x\r\nset-cookie: y": 1, "ü": 2, "k" * 100: 3}
     _, ignored = decoded(ChatCompletionRequest, {"messages": [message]})
