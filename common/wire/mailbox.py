@@ -107,7 +107,6 @@ class Mailbox:
     Attributes:
         dropped: numbers of malformed messages, by reason.
         refused: numbers of connections that a bound mailbox has refused, by ``HandshakeFailure``.
-        has_unread: the last call of ``receive`` may have left something.
     Raises:
         zmq.ZMQError: the address cannot be bound or is malformed.
     """
@@ -138,7 +137,7 @@ class Mailbox:
         self._unknown = UnknownPeers()
         self._routes: dict[str, tuple[int, bytes]] = {}  # number and identity of the newest connection, by incarnation
         self._most_routes = MAX_ROUTES
-        self.has_unread = False
+        self._has_unread = False
         self._num_probes_left = 0
         self._probed_at = 0.0
         self._large: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}  # unsent messages and bytes, by target
@@ -273,10 +272,10 @@ class Mailbox:
         """
         envelopes: list[Envelope] = []
         num_frames = num_bytes = num_discarded = 0
-        self.has_unread = True
+        self._has_unread = True
         while max(num_frames, len(envelopes)) < limit and num_bytes < MAX_BATCH_BYTES and num_discarded < MAX_DISCARDED:
             if not zmq.zmq_poll(self._readable, 0):  # a tenth of the cost of the exception that receiving would raise
-                self.has_unread = False
+                self._has_unread = False
                 break
             try:
                 first = self._socket.recv(_NOBLOCK, copy=False) if self._is_bound else None
@@ -285,7 +284,7 @@ class Mailbox:
                 else:
                     frames = self._recv_unknown(first)
             except zmq.Again:
-                self.has_unread = False
+                self._has_unread = False
                 break
             if not frames:
                 num_discarded += 1
@@ -298,6 +297,11 @@ class Mailbox:
             self._routes = {peer: route for peer, route in self._routes.items() if peer in heard or is_known(peer)}
             self._most_routes = len(self._routes) + MAX_ROUTES
         return envelopes
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the last call of ``receive`` may have left something."""
+        return self._has_unread
 
     def discard_unread(self) -> None:
         """Drop what a connecting mailbox has read ahead. ZMQ keeps that when a connection breaks and is made again."""

@@ -59,7 +59,6 @@ class HttpConnection(HttpToolsProtocol):
 
     Attributes:
         options: the limits of this connection.
-        content_length: of the request in progress, as its headers say; None without one.
     """
 
     cycle: RequestCycle | None  # type: ignore[assignment]  # not one of uvicorn's
@@ -79,7 +78,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_unparsed = 0  # bytes since the parser last found something
         self._request_id = b""
-        self.content_length: int | None = None
+        self._content_length: int | None = None
         self._host: bytes | None = None
         self._refusal: RequestError | None = None
 
@@ -207,7 +206,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_unparsed = 0
         self._request_id = b""
-        self.content_length = None
+        self._content_length = None
         self._host = None
 
     def on_url(self, url: bytes) -> None:
@@ -230,7 +229,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _read_header(self, name: bytes, value: bytes) -> None:
         if name == b"content-length":
-            self.content_length = int(value)
+            self._content_length = int(value)
         elif name == b"x-request-id":
             if _REQUEST_ID.fullmatch(value):
                 self._request_id = value
@@ -339,6 +338,10 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self._active.keep_alive = False
             self._pipelined.clear()
+
+    @property
+    def content_length(self) -> int | None:
+        return self._content_length
 
     @property
     def request_id(self) -> bytes:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.types import Send
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from common.errors import RequestError
@@ -18,9 +18,7 @@ from gateway.http.access.hosts import AllowedHosts
 from gateway.http.errors import HttpError, too_large
 
 if TYPE_CHECKING:
-    from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
-
-    from gateway.http.http_connection import HttpConnection
+    from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent, HTTPScope
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +54,40 @@ class ConnectionOptions:
     hosts: AllowedHosts
 
 
+class Connection(Protocol):
+    """The connection of a request, after the headers have been parsed.
+
+    Attributes:
+        content_length: as the headers say; None without one.
+        request_id: the client's ``x-request-id``, or a new one.
+        tasks: those of all connections that run.
+    """
+
+    scope: "HTTPScope"
+    transport: asyncio.Transport
+    flow: FlowControl
+    loop: asyncio.AbstractEventLoop
+    options: ConnectionOptions
+    expect_100_continue: bool
+    tasks: set[asyncio.Task[None]]
+
+    @property
+    def content_length(self) -> int | None: ...
+    @property
+    def request_id(self) -> bytes: ...
+    def resume_reading(self) -> None:
+        """Goes on reading, unless enough is queued already."""
+        ...
+
+    def on_response_complete(self) -> None:
+        """The answer has been written to its end."""
+        ...
+
+    def close(self) -> None:
+        """Closes the connection once the client has read everything."""
+        ...
+
+
 class RequestCycle:
     """One request and its answer: the ``receive`` and ``send`` of its ASGI application, and the task that runs it.
 
@@ -66,7 +98,7 @@ class RequestCycle:
         keep_alive: the connection takes further requests.
     """
 
-    def __init__(self, connection: "HttpConnection", *, is_kept_alive: bool) -> None:
+    def __init__(self, connection: Connection, *, is_kept_alive: bool) -> None:
         self.scope: Any = connection.scope
         self.status = 0
         self.more_body = True
