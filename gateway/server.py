@@ -70,6 +70,8 @@ from gateway.workers.served_models import ServedModel, ServedModels
 
 #: How long requests in flight may go on after SIGINT. After SIGTERM, ``--drain-timeout`` says it.
 GRACE_S = 2.0
+#: How long a gateway that stops waits for the first requests of clients that it has accepted.
+FIRST_REQUEST_S = 0.2
 #: A gateway of a group does not accept clients before a request could be served. It waits for that at most this long,
 #: and looks this often.
 ACCEPT_WITHIN_S, READY_POLL_S = 10.0, 0.02
@@ -299,8 +301,10 @@ class Gateway:
         return self._control.address
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
-        """Refuses new requests, gives those in flight ``grace_s``, and ends the rest with an error."""
-        self._checks.begin_stop()
+        """Refuses new requests, gives those in flight ``grace_s``, and ends the rest with an error.
+
+        The first request of a client that was accepted before is none of the new ones, if it comes at once.
+        """
         if self._announcement is not None:
             announcement, self._announcement = self._announcement, None
             await asyncio.to_thread(announcement.close)
@@ -311,6 +315,10 @@ class Gateway:
         servers = [self._http] if self._private is None else [self._private, self._http]
         for server in servers:
             server.close_listeners()
+        until = self._clock.now() + FIRST_REQUEST_S
+        while any(server.has_new_connections for server in servers) and self._clock.now() < until:
+            await asyncio.sleep(0.005)
+        self._checks.begin_stop()
         until = self._clock.now() + grace_s
         while self._dispatcher.num_in_flight and self._clock.now() < until and not self._is_grace_over:
             await asyncio.sleep(0.02)

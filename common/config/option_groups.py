@@ -86,8 +86,8 @@ LOADTEST: Groups = {
         "extra_body", "verify_tls",
     ),
     **LOAD,
-    "Search and checks": ("find_goodput", "search_steps", "sweep", "flush_cache", "save_outputs", "expect_file"),
-    "Reports": ("json", "jsonl", "parquet", "html", "svg", "live", "scrape", "scrape_interval"),
+    "Search and checks": ("find_goodput", "search_steps", "sweep", "flush_cache", "expect_file"),
+    "Reports": ("json", "jsonl", "html", "svg", "live", "scrape", "scrape_interval"),
     "Client": ("clients", "max_send_lateness"),
 }  # fmt: skip
 

@@ -129,6 +129,11 @@ class HttpServer:
     def connections(self) -> Sequence[HttpConnection]:
         return list(self._state.connections)  # type: ignore[arg-type]  # all made by ``_new_connection``
 
+    @property
+    def has_new_connections(self) -> bool:
+        """Whether a client has been accepted and has not sent its first request yet."""
+        return any(connection.cycle is None for connection in self.connections)
+
     def close_listeners(self) -> None:
         """Accepts no further connections."""
         for server in self._servers:

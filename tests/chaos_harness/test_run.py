@@ -28,7 +28,7 @@ WORDS = [sys.executable, "-m", "scripts.cli", "chaos", "--distinct=12", "--no-ch
 @pytest.mark.timeout(900)
 def test_a_short_run_finds_every_invariant_kept(tmp_path: Path) -> None:
     faults = "--faults=kill,gateway-kill,pause,terminate,role,disk,vanish,hostile"
-    options = ["--requests=72", "--concurrency=6", "--kill-every=6", "--fault-every=3", "--seed=1"]
+    options = ["--requests=72", "--concurrency=6", "--kill-every=2", "--fault-every=0.5", "--seed=1"]
     report = tmp_path / "report.json"
     found = subprocess.run(
         [*WORDS, *options, faults, f"--json={report}"], capture_output=True, text=True, cwd=ROOT, env=environment()

@@ -111,3 +111,27 @@ async def test_expect_100_continue_is_answered(stack):
     )
     answer = await raw(stack, head + body)
     assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
+
+
+async def test_a_client_that_was_accepted_before_a_stop_gets_its_answer(folder, monkeypatch):
+    monkeypatch.setattr("gateway.server.FIRST_REQUEST_S", 60.0)
+    async with running(folder) as stack:
+        await stack.pair()
+        address = urlsplit(stack.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        while not stack.gateway._http.has_new_connections:
+            await asyncio.sleep(0.005)
+        stop = asyncio.create_task(stack.gateway.stop())
+        while stack.gateway._http._servers[0].is_serving():
+            await asyncio.sleep(0.005)
+        body = b'{"prompt": "a", "max_tokens": 1}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        await stop
+        stack.gateway.stop = _noop
+
+
+async def _noop():
+    pass
