@@ -320,7 +320,9 @@ class Gateway:
             await asyncio.sleep(0.005)
         self._checks.begin_stop()
         until = self._clock.now() + grace_s
-        while self._dispatcher.num_in_flight and self._clock.now() < until and not self._is_grace_over:
+        while self._clock.now() < until and not self._is_grace_over:
+            if not self._dispatcher.num_in_flight and not any(server.is_answering for server in servers):
+                break
             await asyncio.sleep(0.02)
         self._dispatcher.shut_down()
         for server in servers:

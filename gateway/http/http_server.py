@@ -134,6 +134,12 @@ class HttpServer:
         """Whether a client has been accepted and has not sent its first request yet."""
         return any(connection.cycle is None for connection in self.connections)
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request has come whose answer has not ended."""
+        cycles = [connection.cycle for connection in self.connections]
+        return any(cycle is not None and not cycle.response_complete for cycle in cycles)
+
     def close_listeners(self) -> None:
         """Accepts no further connections."""
         for server in self._servers:

@@ -113,20 +113,24 @@ async def test_expect_100_continue_is_answered(stack):
     assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
 
 
-async def test_a_client_that_was_accepted_before_a_stop_gets_its_answer(folder, monkeypatch):
+@pytest.mark.parametrize("num_before", [0, -5])
+async def test_a_client_that_was_accepted_before_a_stop_gets_its_answer(folder, monkeypatch, num_before):
+    """Also if only part of its request has come by then."""
     monkeypatch.setattr("gateway.server.FIRST_REQUEST_S", 60.0)
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    data = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     async with running(folder) as stack:
         await stack.pair()
-        address = urlsplit(stack.url)
+        address, server = urlsplit(stack.url), stack.gateway._http
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
-        while not stack.gateway._http.has_new_connections:
+        writer.write(data[:num_before])
+        while not (server.is_answering if num_before else server.has_new_connections):
             await asyncio.sleep(0.005)
-        stop = asyncio.create_task(stack.gateway.stop())
-        while stack.gateway._http._servers[0].is_serving():
+        stop = asyncio.create_task(stack.gateway.stop(60.0))
+        while server._servers[0].is_serving():
             await asyncio.sleep(0.005)
-        body = b'{"prompt": "a", "max_tokens": 1}'
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        writer.write(data[num_before:])
         assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 200 ")
         writer.close()
         await stop
