@@ -215,7 +215,7 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         unknown = sorted(key for key in others if key not in stored and not hasattr(config, key))
-        if others and not unknown:  # made anew, since the library derives keys from others
+        if others and not unknown:  # again, so that keys which are derived from them follow
             kept = _of_layers_that_remain(stored, others)
             config = type(config).from_dict({**kept, **copy.deepcopy(others)}, name_or_path=str(folder))
     except Exception as error:  # the library's code, and that of checkpoints, may raise anything
