@@ -58,7 +58,7 @@ class CpuAttention:
         #: Query heads that are computed together.
         self.group = num_heads // self.num_groups
         layout, fits_vectors = pool.layout, pool.layout.head_dim % (2 * LANES) == 0
-        self.has_long_attention = kernels.has_long_attention and layout.dtype == "bfloat16" and fits_vectors
+        self.has_long_attention = kernels.has_bf16_dot and layout.dtype == "bfloat16" and fits_vectors
         pairs = {"bfloat16": kernels.has_bf16_dot, "int8": kernels.has_int8_dot}
         has_dots = pairs.get(layout.dtype, False) and fits_vectors
         #: New tokens from which on a row is long.

@@ -14,10 +14,10 @@ INLINE __m512i pairs_at(const char *array, ptrdiff_t index, int dtype) {
 
 /* Sums are floats for bfloat16, else integers. Not by intrinsics, for which GCC 12 copies the sums in every turn. */
 INLINE __m512i add_dots(__m512i sums, __m512i a, __m512i b, int dtype) {
-#ifdef __AVX512BF16__
-    if (dtype == BF16) __asm__("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
-#endif
-    if (dtype != BF16) __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+    if (dtype == BF16)
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+    else
+        __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
     return sums;
 }
 

@@ -20,10 +20,9 @@ enum { CHUNK_BYTES = 384 << 10 };         /* of widened rows, which stay in the 
 /* Some rows times a block of sixteen outputs or several. `ahead`: what to fetch meanwhile, so many bytes in each turn. */
 typedef struct {
     const float *x; /* [inputs, rows] */
-    const char *weight, *bias, *ahead;
-    char *out;
-    long ahead_step, inputs, width;
-    int out_dtype;
+    const char *weight, *ahead;
+    long ahead_step, inputs, row, column;
+    const Output *to;
 } Tile;
 
 /* Rows of each tile but the last: as even as possible. */
@@ -68,7 +67,7 @@ INLINE void multiply_tile(const Tile *tile, int rows, int blocks, int dtype) {
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
-        for (int j = 0; j < vectors; j++) sums[i][j] = tile->bias ? load(tile->bias, j * LANES, dtype) : (vf){0};
+        for (int j = 0; j < vectors; j++) sums[i][j] = (vf){0};
     for (long k = 0; k < tile->inputs; k += each, weight += 64, ahead += tile->ahead_step) {
         for (int j = 0; j < blocks; j++) __builtin_prefetch(ahead + j * block_bytes, 0, 2);
 #pragma GCC unroll 2
@@ -91,7 +90,7 @@ INLINE void multiply_tile(const Tile *tile, int rows, int blocks, int dtype) {
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < vectors; j++) totals[i * vectors + j] = sums[i][j];
-    write_sums(totals, tile->out, tile->width, rows, vectors, tile->out_dtype);
+    write_sums(totals, tile->to, tile->row, tile->column, rows, vectors);
 }
 
 INLINE void multiply_rows(const Tile *tile, long rows, long blocks, int dtype) {
@@ -103,17 +102,16 @@ INLINE void multiply_rows(const Tile *tile, long rows, long blocks, int dtype) {
     }
 }
 
-static void multiply(const float *x, const char *weight, const char *bias, char *out, long rows, long inputs,
-                     long width, int dtype, int out_dtype) {
-    const long most = tile_rows(rows), all_blocks = width / BLOCK;
+static void multiply(const float *x, const char *weight, const Output *to, long rows, long inputs) {
+    const int dtype = to->dtype;
+    const long most = tile_rows(rows), all_blocks = to->width / BLOCK;
     long together = rows == 1 ? MAX_TOGETHER : rows == 2 ? 3 : 1; /* enough sums to hide a product's latency */
     if (all_blocks / together < 2 * omp_get_max_threads()) together = 1; /* so that every core gets a part */
     const long fitting = CHUNK_BYTES / 4 / inputs / most * most, chunk = fitting < most ? most : fitting;
     const long units = (all_blocks + together - 1) / together;
-    const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype), out_item = (ptrdiff_t)item_bytes(out_dtype);
-    const ptrdiff_t block_bytes = inputs * BLOCK * item;
+    const ptrdiff_t block_bytes = inputs * BLOCK * (ptrdiff_t)item_bytes(dtype);
     /* A thread computes the same blocks of every chunk, so that none waits for another between two chunks. */
-#pragma omp parallel if (rows * inputs * width > 1 << 18)
+#pragma omp parallel if (rows * inputs * to->width > 1 << 18)
     for (long start = 0; start < rows; start += chunk) {
         const long end = start + chunk < rows ? start + chunk : rows, passes = (end - start + most - 1) / most;
 #pragma omp for schedule(static) nowait
@@ -122,9 +120,7 @@ static void multiply(const float *x, const char *weight, const char *bias, char 
             for (long block = first; block < first + together && block < all_blocks; block += count)
                 for (long row = start, pass = 0; row < end; row += most, pass++) {
                     Tile tile = {.x = x + row * inputs, .weight = weight + block * block_bytes, .inputs = inputs,
-                                 .bias = bias ? bias + block * BLOCK * item : 0, .width = width,
-                                 .out = out + (row * width + block * BLOCK) * out_item, .out_dtype = out_dtype,
-                                 .ahead_step = 64 / passes};
+                                 .row = row, .column = block * BLOCK, .to = to, .ahead_step = 64 / passes};
                     /* Each of several passes over a block fetches its share of the next one. */
                     tile.ahead = tile.weight + (passes == 1 ? AHEAD / 4 : block_bytes + block_bytes * pass / passes);
                     const long left = rows - row < most ? rows - row : most;
@@ -136,9 +132,10 @@ static void multiply(const float *x, const char *weight, const char *bias, char 
 
 EXPORT int baton_can_multiply(int dtype) { return dtype == BF16 || dtype == F32 || dtype == F16; }
 
-EXPORT void baton_linear(const char *x, const char *weight, const char *bias, char *out, float *widened, long rows,
+EXPORT void baton_linear(const char *x, const char *weight, const char *bias, char *out, char *copied, long rows,
                          long inputs, long width, int dtype, int out_dtype) {
     if (rows == 0) return;
+    float *widened = (float *)copied;
     const long most = tile_rows(rows);
 #pragma omp parallel for schedule(static) if (rows * inputs > 1 << 16)
     for (long row = 0; row < rows; row += most) {
@@ -146,6 +143,6 @@ EXPORT void baton_linear(const char *x, const char *weight, const char *bias, ch
         const long count = rows - row < most ? rows - row : most;
         WITH_CONSTANT(dtype, widen_tile, from, widened + row * inputs, inputs, count);
     }
-    multiply(widened, weight, bias, out, rows, inputs, width, dtype, out_dtype);
+    multiply(widened, weight, &(Output){bias, out, width, dtype, out_dtype}, rows, inputs);
 }
 #endif

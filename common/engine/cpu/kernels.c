@@ -6,6 +6,8 @@
 #include "parts.h"
 
 #include <math.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 /* Smallest count of numbers for which more than one thread is faster. */
 enum { WORTH_THREADS = 16384 };
@@ -92,4 +94,13 @@ EXPORT void baton_silu_and_multiply(const char *gate_up, char *out, long rows, l
         const char *gate = gate_up + 2 * row * row_bytes;
         WITH_CONSTANT(dtype, gate_row, gate, gate + row_bytes, out + row * row_bytes, width);
     }
+}
+
+/* Whether this process may use AMX, for which it must ask Linux. */
+EXPORT int baton_has_amx(void) {
+    static int known; /* 1: no, 2: yes */
+#ifdef __AMX_BF16__
+    if (!known) known = 1 + (syscall(SYS_arch_prctl, 0x1023 /* ask for */, 18 /* tile data */) == 0);
+#endif
+    return known == 2;
 }

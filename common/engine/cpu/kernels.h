@@ -98,19 +98,24 @@ INLINE vi lane_numbers(void) {
     return numbers;
 }
 
-typedef float v4 __attribute__((vector_size(16)));
-typedef float v8 __attribute__((vector_size(32)));
+/* The list of what `f` says for each lane and `size`. */
+#ifdef __AVX512F__
+#define EACH_LANE(f, size) EIGHT_LANES(f, 0, size), EIGHT_LANES(f, 8, size)
+#else
+#define EACH_LANE(f, size) EIGHT_LANES(f, 0, size)
+#endif
+#define EIGHT_LANES(f, at, size)                                                                           \
+    f(at, size), f(at + 1, size), f(at + 2, size), f(at + 3, size), f(at + 4, size), f(at + 5, size), \
+        f(at + 6, size), f(at + 7, size)
+#define TURNED(lane, size) (((lane) + (size)) % LANES)
 
 INLINE float sum(vf x) {
 #ifdef __AVX512F__
-    const v8 a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-                 __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-#else
-    const v8 a = x;
+    x += __builtin_shufflevector(x, x, EACH_LANE(TURNED, 8));
 #endif
-    v4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-    v4 c = b + __builtin_shufflevector(b, b, 2, 3, 0, 1);
-    return c[0] + c[1];
+    x += __builtin_shufflevector(x, x, EACH_LANE(TURNED, 4));
+    x += __builtin_shufflevector(x, x, EACH_LANE(TURNED, 2));
+    return x[0] + x[1];
 }
 
 /* By lane: a where the comparison held (all bits set), else b. */
@@ -130,13 +135,10 @@ INLINE vf smaller(vf a, vf b) { return choose(a < b, a, b); }
 
 INLINE float highest_of(vf x) {
 #ifdef __AVX512F__
-    x = larger(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    x = larger(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-#else
-    x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
-    x = larger(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+    x = larger(x, __builtin_shufflevector(x, x, EACH_LANE(TURNED, 8)));
 #endif
+    x = larger(x, __builtin_shufflevector(x, x, EACH_LANE(TURNED, 4)));
+    x = larger(x, __builtin_shufflevector(x, x, EACH_LANE(TURNED, 2)));
     return x[0] > x[1] ? x[0] : x[1];
 }
 
@@ -171,38 +173,23 @@ INLINE vf exponential(vf x) {
 }
 
 /* Exchange quadrants: in every square of 2 * `size` rows and lanes, the upper right one with the lower left one. */
-#define EXCHANGE(rows, size, first, second)                                         \
-    for (int i = 0; i < LANES; i++)                                                 \
-        if ((i & (size)) == 0) {                                                    \
-            const vu upper = rows[i], lower = rows[i + (size)];                     \
-            rows[i] = __builtin_shufflevector(upper, lower, first);                 \
-            rows[i + (size)] = __builtin_shufflevector(upper, lower, second);       \
-        }
-#define LIST(...) __VA_ARGS__
+#define EXCHANGE(rows, size)                                                                         \
+    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) if ((i & (size)) == 0) {                \
+        const vu upper = rows[i], lower = rows[i + (size)];                                          \
+        rows[i] = __builtin_shufflevector(upper, lower, EACH_LANE(OF_LEFT, size));                   \
+        rows[i + (size)] = __builtin_shufflevector(upper, lower, EACH_LANE(OF_RIGHT, size));         \
+    }
+#define OF_LEFT(lane, size) ((lane) & (size) ? LANES + (lane) - (size) : (lane))
+#define OF_RIGHT(lane, size) ((lane) & (size) ? LANES + (lane) : (lane) + (size))
 
 /* Rows become columns, in registers. */
 INLINE void transpose(vu rows[LANES]) {
 #ifdef __AVX512F__
-#pragma GCC unroll 16
-    EXCHANGE(rows, 8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-             LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
-#pragma GCC unroll 16
-    EXCHANGE(rows, 4, LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-             LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
-#pragma GCC unroll 16
-    EXCHANGE(rows, 2, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-             LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
-#pragma GCC unroll 16
-    EXCHANGE(rows, 1, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
-             LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
-#else
-#pragma GCC unroll 8
-    EXCHANGE(rows, 4, LIST(0, 1, 2, 3, 8, 9, 10, 11), LIST(4, 5, 6, 7, 12, 13, 14, 15))
-#pragma GCC unroll 8
-    EXCHANGE(rows, 2, LIST(0, 1, 8, 9, 4, 5, 12, 13), LIST(2, 3, 10, 11, 6, 7, 14, 15))
-#pragma GCC unroll 8
-    EXCHANGE(rows, 1, LIST(0, 8, 2, 10, 4, 12, 6, 14), LIST(1, 9, 3, 11, 5, 13, 7, 15))
+    EXCHANGE(rows, 8)
 #endif
+    EXCHANGE(rows, 4)
+    EXCHANGE(rows, 2)
+    EXCHANGE(rows, 1)
 }
 
 #endif

@@ -31,6 +31,7 @@ LANES = 16  # every width must be a multiple of this
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
 LONG_TILE = 256  # tokens of a tile in long_attention.c
+TILE_ROWS = 32  # that AMX multiplies together
 MAX_GROUP = 1 << 16  # the sum of this many products of bytes fits into 32 bits
 
 _FOLDER = Path(__file__).parent
@@ -45,7 +46,7 @@ LIBRARY = Library(
             *("sampling", "layers"),
         )
     ),
-    headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "parts.h", "dot_attention.h")),
+    headers=tuple(_FOLDER / name for name in ("kernels.h", "paged.h", "parts.h", "dot_attention.h", "products.h")),
     # GCC warns of vectors that the target's calls cannot pass; the functions are inlined.
     flags=("-O3", "-fopenmp", "-Wno-psabi"),
     libraries=("-lm",),
@@ -200,11 +201,9 @@ class Kernels:
         self.run_layers.argtypes = (c_void_p, c_void_p, c_long, c_void_p)
         for function in vars(self).values():
             function.restype = None
-        #: Whether ``long_attention`` works here.
-        self.has_long_attention = bool(library.baton_has_long_attention())
         #: Whether processor and operating system have AMX.
         self.has_amx = bool(library.baton_has_amx())
-        #: Whether the processor has a dot product of bfloat16 pairs.
+        #: Whether the processor has a dot product of bfloat16 pairs, which ``long_attention`` needs.
         self.has_bf16_dot = bool(library.baton_has_bf16_dot())
         #: Formats of weights that ``linear`` multiplies.
         self.linear_dtypes = [dtype for dtype, number in DTYPES.items() if library.baton_can_multiply(number)]
@@ -245,11 +244,12 @@ class Kernels:
     def can_multiply(self, weight: Tensor, *, in_float32: bool = False) -> bool:
         """Whether ``linear`` is the best product here with a weight ``[out, in]``.
 
-        With AMX, oneDNN's is faster. It rounds results to the format of the weight, so that it does not compute
-        ``in_float32``.
+        On processors with AMX, oneDNN's is faster in float16. It rounds results to the format of the weight, so that it
+        does not compute ``in_float32``.
         """
         num_out, num_in = weight.shape
-        is_best = weight.dtype in self.linear_dtypes and (in_float32 or not self.has_amx)
+        is_ours = in_float32 or weight.dtype != torch.float16 or not self.has_amx
+        is_best = is_ours and weight.dtype in self.linear_dtypes
         return is_best and num_out % LANES == 0 and num_in > 0 and num_in * weight.itemsize % 4 == 0
 
     def pack_linear(self, weight: Tensor, memory: HugePages) -> Tensor:
@@ -267,17 +267,19 @@ class Kernels:
         assert x.is_contiguous() and x.dtype == packed.dtype and x.shape[1] == _inputs(packed)
         width = packed.shape[0] * LANES
         out = x.new_empty(x.shape[0], width, dtype=dtype)
-        widened = torch.empty(self.floats_widened(x.numel()), dtype=torch.float32, device="cpu")
+        copied = torch.empty(self.bytes_copied(*x.shape), dtype=torch.uint8, device="cpu")
         biases = None if bias is None else bias.data_ptr()
         self._linear(
-            *(x.data_ptr(), packed.data_ptr(), biases, out.data_ptr(), widened.data_ptr()),
+            *(x.data_ptr(), packed.data_ptr(), biases, out.data_ptr(), copied.data_ptr()),
             *(*x.shape, width, DTYPES[x.dtype], DTYPES[dtype]),
         )
         return out
 
-    def floats_widened(self, numbers: int) -> int:
-        """Return the number of floats for which ``linear`` needs memory if ``x`` has ``numbers`` numbers."""
-        return numbers if torch.float32 in self.linear_dtypes else 0
+    def bytes_copied(self, rows: int, inputs: int) -> int:
+        """Return the bytes for which ``linear`` needs memory if ``x`` has so many rows and inputs."""
+        if torch.float32 in self.linear_dtypes:
+            return 4 * rows * inputs
+        return 2 * in_whole_tiles(rows) * inputs if self.has_amx else 0
 
     def can_multiply_quantized(self, weight: QuantizedWeight) -> bool:
         """Whether ``linear_quantized`` computes the product with this weight here."""
@@ -337,9 +339,9 @@ class Kernels:
             return out
         assert x.dtype == first.dtype
         out = x.new_empty(x.shape[0], first.shape[0] * LANES, dtype=dtype)
-        widened = torch.empty(self.floats_widened(x.numel()), dtype=torch.float32, device="cpu")
+        copied = torch.empty(self.bytes_copied(*x.shape), dtype=torch.uint8, device="cpu")
         self._linear_grouped(
-            *(*taken, len(groups.ends), out.data_ptr(), widened.data_ptr(), x.shape[1], out.shape[1]),
+            *(*taken, len(groups.ends), out.data_ptr(), copied.data_ptr(), x.shape[1], out.shape[1]),
             *(DTYPES[x.dtype], DTYPES[dtype]),
         )
         return out
@@ -353,7 +355,7 @@ class Kernels:
 
     def long_attention(self, kv: Paged, pieces: LongPieces, q: Tensor, out: Tensor) -> None:
         """Compute attention for long pieces in bfloat16; see long_attention.c for the supported shapes."""
-        assert self.has_long_attention
+        assert self.has_bf16_dot
         self._long_attention(
             *(kv, pieces.pieces.data_ptr(), len(pieces.pieces), pieces.scratch.data_ptr(), pieces.scratch.shape[1]),
             *(q.data_ptr(), q.stride(0), out.data_ptr()),
@@ -368,16 +370,21 @@ class Kernels:
         )
 
 
+def in_whole_tiles(rows: int) -> int:
+    """Return the rows for which a product with tiles needs memory."""
+    return -(-rows // TILE_ROWS) * TILE_ROWS
+
+
 def _inputs(packed: Tensor | PackedWeight) -> int:
     return packed.inputs if isinstance(packed, PackedWeight) else packed.shape[1] * packed.shape[3]
 
 
 def _scratch(x: Tensor, weight: PackedWeight) -> tuple[QuantizedRows, Tensor]:
     """Return places for the rounded rows of ``x``, and the memory that they are in."""
-    num_groups = x.numel() // weight.group
-    memory = torch.empty(x.numel() + 8 * num_groups, dtype=torch.uint8, device="cpu")
+    num_groups, num_values = x.numel() // weight.group, in_whole_tiles(len(x)) * weight.inputs
+    memory = torch.empty(num_values + 8 * num_groups, dtype=torch.uint8, device="cpu")
     start = memory.data_ptr()
-    return QuantizedRows(start, start + x.numel(), start + x.numel() + 4 * num_groups), memory
+    return QuantizedRows(start, start + num_values, start + num_values + 4 * num_groups), memory
 
 
 def library_for(target: Target) -> Library:

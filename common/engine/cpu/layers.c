@@ -22,7 +22,7 @@ typedef struct {
 typedef struct {
     char *x; /* the residual stream */
     char *normed, *qkv, *attended, *delta, *gate_up, *gated;
-    float *widened;        /* rows of a product, for baton_linear */
+    char *copied;          /* rows of a product, for baton_linear */
     QuantizedRows rounded; /* and for baton_linear_quantized */
     const float *cos, *sin;
     Paged kv; /* each layer has its own LayerCache */
@@ -40,7 +40,7 @@ static void multiply(const Step *step, const Product *by, const char *x, char *o
     if (by->quantized)
         baton_linear_quantized(by->quantized, &step->rounded, x, out, rows, step->dtype, step->dtype);
     else
-        baton_linear(x, by->weight, by->bias, out, step->widened, rows, by->inputs, by->outputs, step->dtype, step->dtype);
+        baton_linear(x, by->weight, by->bias, out, step->copied, rows, by->inputs, by->outputs, step->dtype, step->dtype);
 }
 
 /* Write the KV of all tokens, and their attention into `attended`. */

@@ -7,7 +7,7 @@
  *
  * head_dim must be a multiple of 32 up to MAX_DIM, and the group size at most QUERIES.
  */
-#include "parts.h"
+#include "products.h"
 
 #if defined(__AVX512BF16__) && defined(__linux__)
 
@@ -23,120 +23,27 @@ typedef struct {
     vf best[2], total[2];
 } __attribute__((aligned(64))) Flash;
 
-/* sums [32, QUERIES], or zero unless `adds`, plus x [32, pairs] times by
- * [pairs, QUERIES]; the rows of x are `stride` words apart. */
+/* sums [32, QUERIES], or zero unless `adds`, plus x [32, pairs] times by [pairs, QUERIES]; the rows of x are `stride` words
+ * apart. */
 INLINE void multiply(const uint32_t *x, long stride, uint32_t (*by)[QUERIES], float (*sums)[QUERIES], long pairs,
-                     int adds);
-
+                     int adds) {
 #ifdef __AMX_BF16__
-#include <sys/syscall.h>
-#include <unistd.h>
-
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} TileConfig;
-
-/* GCC does not know that tile instructions read memory: this forces all earlier stores out. */
-#define SETTLE(pointer) __asm__ volatile("" : : "r"(pointer) : "memory")
-
-/* 16 rows of 32 words into or out of two neighbouring tiles. */
-#define LOAD_WIDE(left, right, rows)                      \
-    do {                                                  \
-        _tile_loadd(left, &(rows)[0][0], sizeof *(rows)); \
-        _tile_loadd(right, &(rows)[0][16], sizeof *(rows)); \
-    } while (0)
-#define STORE_WIDE(left, right, rows)                      \
-    do {                                                   \
-        _tile_stored(left, &(rows)[0][0], sizeof *(rows)); \
-        _tile_stored(right, &(rows)[0][16], sizeof *(rows)); \
-    } while (0)
-
-/* A process must ask Linux for permission to use AMX. */
-EXPORT int baton_has_amx(void) {
-    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
-    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-}
-
-EXPORT int baton_has_long_attention(void) { return baton_has_amx(); }
-
-static void configure_tiles(TileConfig *before) {
-    TileConfig ours = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) ours.row_bytes[tile] = 64, ours.rows[tile] = 16;
-    _tile_storeconfig(before);
-    SETTLE(&ours);
-    _tile_loadconfig(&ours);
-}
-
-/* oneDNN remembers per thread its last tile configuration, so it must be restored. */
-static void restore_tiles(const TileConfig *before) {
-    SETTLE(before);
-    if (before->palette)
-        _tile_loadconfig(before);
-    else
-        _tile_release();
-}
-
-INLINE void multiply(const uint32_t *x, long stride, uint32_t (*by)[QUERIES], float (*sums)[QUERIES], long pairs,
-                     int adds) {
-    SETTLE(sums);
-    if (adds) {
-        LOAD_WIDE(0, 1, sums);
-        LOAD_WIDE(2, 3, sums + 16);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+    if (baton_has_amx()) {
+        multiply_tiles((const char *)x, 4 * stride, 64 * stride, (const char *)by, 2, (char *)sums, pairs / 16, adds, 0,
+                       0);
+        return;
     }
-    for (long k = 0; k < pairs; k += 16) {
-        _tile_loadd(4, x + k, 4 * stride);
-        _tile_loadd(5, x + 16 * stride + k, 4 * stride);
-        LOAD_WIDE(6, 7, by + k);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    STORE_WIDE(0, 1, sums);
-    STORE_WIDE(2, 3, sums + 16);
-}
-#else
-typedef int TileConfig;
-#define configure_tiles(before) (void)(before)
-#define restore_tiles(...)
-
-EXPORT int baton_has_amx(void) { return 0; }
-EXPORT int baton_has_long_attention(void) { return 1; }
-
-INLINE void multiply(const uint32_t *x, long stride, uint32_t (*by)[QUERIES], float (*sums)[QUERIES], long pairs,
-                     int adds) {
-    enum { ROWS = 8 };
-    for (int first = 0; first < 32; first += ROWS, x += ROWS * stride) {
-        __m512 left[ROWS], right[ROWS];
-#pragma GCC unroll 8
-        for (int i = 0; i < ROWS; i++) {
-            left[i] = adds ? _mm512_load_ps(sums[first + i]) : _mm512_setzero_ps();
-            right[i] = adds ? _mm512_load_ps(sums[first + i] + LANES) : _mm512_setzero_ps();
-        }
-        for (long k = 0; k < pairs; k++) {
-            const __m512bh a = (__m512bh)_mm512_load_si512(by[k]), b = (__m512bh)_mm512_load_si512(by[k] + LANES);
-#pragma GCC unroll 8
-            for (int i = 0; i < ROWS; i++) {
-                const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)x[i * stride + k]);
-                left[i] = _mm512_dpbf16_ps(left[i], pair, a);
-                right[i] = _mm512_dpbf16_ps(right[i], pair, b);
-            }
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < ROWS; i++) {
-            _mm512_store_ps(sums[first + i], left[i]);
-            _mm512_store_ps(sums[first + i] + LANES, right[i]);
-        }
-    }
-}
 #endif
+    for (float(*end)[QUERIES] = sums + 32; sums < end; sums += ROWS, x += ROWS * stride) {
+        __m512 parts[ROWS][BLOCKS];
+#pragma GCC unroll 16
+        for (int i = 0; i < 2 * ROWS; i++)
+            parts[i / 2][i % 2] = adds ? _mm512_load_ps(sums[i / 2] + i % 2 * LANES) : _mm512_setzero_ps();
+        multiply_dots(x, stride, (const char *)by, 2, parts, pairs, ROWS, BF16, 0);
+#pragma GCC unroll 16
+        for (int i = 0; i < 2 * ROWS; i++) _mm512_store_ps(sums[i / 2] + i % 2 * LANES, parts[i / 2][i % 2]);
+    }
+}
 
 /* Copy the KV of tokens begin .. length - 1: keys as [tokens, dim], values as [tokens / TOKENS, dim, TOKENS / 2] pairs
  * of tokens. Both are zero before and beyond, up to a multiple of 32 tokens. */
@@ -258,12 +165,12 @@ static void attend_piece(const Paged *kv, const Piece *piece, long head, char *s
     TileConfig before;
     Flash flash;
     copy_row(kv, piece->row, kv_head_of(kv, head), first_seen(kv, piece->position), length, keys, values);
-    configure_tiles(&before);
+    if (baton_has_amx()) configure_tiles(&before);
     for (long first = 0; first < piece->num_queries; first += step) {
         const long left = piece->num_queries - first;
         attend_tile(&flash, kv, piece, head, first, left < step ? left : step, keys, values, q, q_stride, out);
     }
-    restore_tiles(&before);
+    if (baton_has_amx()) restore_tiles(&before);
 }
 
 EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch,
@@ -275,9 +182,6 @@ EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_
 }
 
 #else
-
-EXPORT int baton_has_amx(void) { return 0; }
-EXPORT int baton_has_long_attention(void) { return 0; }
 
 EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch,
                                  long scratch_bytes, const char *q, long q_stride, char *out) {

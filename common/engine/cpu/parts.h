@@ -5,7 +5,9 @@
 #include "paged.h"
 
 /* Blocks of sixteen outputs that stand together in a packed weight. */
-#ifdef __AVX512VNNI__
+#if defined(__AMX_BF16__)
+enum { BLOCKS = 2 };
+#elif defined(__AVX512VNNI__)
 enum { BLOCKS = 3 };
 #else
 enum { BLOCKS = 1 };
@@ -27,25 +29,35 @@ INLINE void fetch_weights(const char *weights, int is_near, int has_few_rows) {
 }
 #endif
 
-/* Call with a number of rows up to eight as a constant, the last argument. */
-#define WITH_ROWS(rows, function, ...)                  \
-    do switch (rows) {                                  \
-            case 1: function(__VA_ARGS__, 1); break;    \
-            case 2: function(__VA_ARGS__, 2); break;    \
-            case 3: function(__VA_ARGS__, 3); break;    \
-            case 4: function(__VA_ARGS__, 4); break;    \
-            case 5: function(__VA_ARGS__, 5); break;    \
-            case 6: function(__VA_ARGS__, 6); break;    \
-            case 7: function(__VA_ARGS__, 7); break;    \
-            default: function(__VA_ARGS__, 8);          \
-        }                                               \
+/* Call with one or BLOCKS blocks and up to eight rows as constants, the last arguments. */
+#define WITH_SHAPE(blocks, rows, function, ...)                                \
+    do switch (2 * (rows) + ((blocks) > 1)) {                                  \
+            WITH_BLOCKS(1, function, __VA_ARGS__) WITH_BLOCKS(2, function, __VA_ARGS__) \
+            WITH_BLOCKS(3, function, __VA_ARGS__) WITH_BLOCKS(4, function, __VA_ARGS__) \
+            WITH_BLOCKS(5, function, __VA_ARGS__) WITH_BLOCKS(6, function, __VA_ARGS__) \
+            WITH_BLOCKS(7, function, __VA_ARGS__) WITH_BLOCKS(8, function, __VA_ARGS__) \
+        }                                                                      \
     while (0)
+#define WITH_BLOCKS(rows, function, ...)                      \
+    case 2 * (rows): function(__VA_ARGS__, 1, rows); break;   \
+    case 2 * (rows) + 1: function(__VA_ARGS__, BLOCKS, rows); break;
+
+/* Where the results of a product go. bias: [width] in `dtype`, or null; out: [rows, width] in `out_dtype`. */
+typedef struct {
+    const char *bias;
+    char *out;
+    long width;
+    int dtype, out_dtype;
+} Output;
 
 /* Write a tile's sums [rows, vectors]. Not inlined, since a copy for every size of tile would buy nothing. */
-static __attribute__((noinline, unused)) void write_sums(const vf *sums, char *out, long width, int rows, int vectors,
-                                                         int dtype) {
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vectors; j++) store(out, i * width + j * LANES, sums[i * vectors + j], dtype);
+static __attribute__((noinline, unused)) void write_sums(const vf *sums, const Output *to, long row, long column,
+                                                         int rows, int vectors) {
+    for (int j = 0; j < vectors; j++, column += LANES) {
+        const vf bias = to->bias ? load(to->bias, column, to->dtype) : (vf){0};
+        for (int i = 0; i < rows; i++)
+            store(to->out, (row + i) * to->width + column, sums[i * vectors + j] + bias, to->out_dtype);
+    }
 }
 
 typedef struct {
@@ -58,20 +70,22 @@ typedef struct {
 } QuantizedWeight;
 
 typedef struct {
-    int8_t *values; /* of every tile of ROWS rows: [inputs / 4, rows, 4] */
+    int8_t *values; /* of every tile of ROWS rows: [inputs / 4, rows, 4]; for AMX [rows, inputs] */
     float *scales;  /* [rows, groups] */
     int32_t *sums;  /* of the values; [rows, groups] */
 } QuantizedRows;
 
+/* Whether this process may use AMX. */
+int baton_has_amx(void);
 void baton_add_rms_norm(char *x, const char *delta, const char *weight, char *out, long rows, long width, float eps,
                         int dtype);
 void baton_norm_and_rotate(char *qkv, const char *q_weight, const char *k_weight, const float *cos, const float *sin,
                            long rows, long heads, long kv_heads, long dim, float eps, int dtype);
 void baton_silu_and_multiply(const char *gate_up, char *out, long rows, long width, int dtype);
 /* out = x @ weight.T + bias. x: [rows, inputs] and bias: [width] (or null) in `dtype`, that of the weight; out: [rows,
- * width] in `out_dtype`, which is `dtype` or F32. widened: memory for as many floats as x has numbers. */
-void baton_linear(const char *x, const char *weight, const char *bias, char *out, float *widened, long rows,
-                  long inputs, long width, int dtype, int out_dtype);
+ * width] in `out_dtype`, which is `dtype` or F32. copied: memory for x in the order in which it is read. */
+void baton_linear(const char *x, const char *weight, const char *bias, char *out, char *copied, long rows, long inputs,
+                  long width, int dtype, int out_dtype);
 void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, const char *x, char *out,
                             long rows, int dtype, int out_dtype);
 void baton_write_kv(const Paged *kv, const int64_t *pages, const int64_t *offsets, long num_tokens, const char *k,

@@ -7,11 +7,11 @@
  *
  * Sums within a group are integers, thus exact: a row's result depends on no other row.
  */
-#include "parts.h"
+#include "products.h"
 
-typedef uint8_t v16u8 __attribute__((vector_size(16)));
+enum { WORTH_THREADS = 65536 };
 
-enum { ROWS = 8, WORTH_THREADS = 65536 };
+#ifdef __AVX512VNNI__
 
 /* Round `length` numbers to 8 bits, relative to the largest of them, and write four of them every `stride` bytes. */
 INLINE void quantize(const char *x, ptrdiff_t from, long length, int8_t *values, long stride, float *scale,
@@ -31,18 +31,18 @@ INLINE void quantize(const char *x, ptrdiff_t from, long length, int8_t *values,
     for (int lane = 0; lane < LANES; lane++) *total += sums[lane];
 }
 
-static void quantize_rows(const char *x, const QuantizedRows *to, long rows, long inputs, long group, int dtype) {
+/* Rows whose values stand together; `together` is at most ROWS. */
+static void quantize_rows(const char *x, const QuantizedRows *to, long rows, long inputs, long group, long together,
+                          int dtype) {
     const long groups = inputs / group;
 #pragma omp parallel for schedule(static) if (rows * inputs > WORTH_THREADS)
     for (long unit = 0; unit < rows * groups; unit++) {
-        const long row = unit / groups, first = row / ROWS * ROWS; /* of its tile */
-        const long stride = 4 * (rows - first < ROWS ? rows - first : ROWS);
+        const long row = unit / groups, first = row / together * together;
+        const long stride = 4 * (rows - first < together ? rows - first : together);
         int8_t *values = to->values + first * inputs + (row - first) * 4 + unit % groups * group / 4 * stride;
         WITH_CONSTANT(dtype, quantize, x, unit * group, group, values, stride, to->scales + unit, to->sums + unit);
     }
 }
-
-#ifdef __AVX512VNNI__
 
 INLINE __m512i four_inputs(const int8_t *x) {
     int32_t four;
@@ -79,25 +79,30 @@ INLINE void add_products(__m512i sums[ROWS][BLOCKS], const uint8_t *values, cons
     }
 }
 
-/* `rows` rows from `row` on times `blocks` blocks of sixteen outputs from `block` on. */
-INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block,
-                          int blocks, int bits, int dtype, int out_dtype, int rows) {
-    const long inputs = w->inputs, groups = inputs / w->group;
+typedef struct {
+    const QuantizedWeight *weight;
+    const QuantizedRows *x;
+    int in_tiles;
+    Output to;
+} Quantized;
+
+/* What a sum of values' products with a row, of group `g`, contributes to the result. */
+INLINE vf scaled(const Quantized *p, vi sum, long row, long block, long g) {
+    const long groups = p->weight->inputs / p->weight->group, x = row * groups + g, at = (block * groups + g) * LANES;
+    const vi zeros = (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p->weight->zeros + at)));
+    return (vf)_mm512_cvtepi32_ps((__m512i)(sum - zeros * p->x->sums[x])) * p->x->scales[x] *
+           load((const char *)p->weight->scales, at, F32);
+}
+
+INLINE void multiply_tile(const Quantized *p, long row, long block, int bits, int blocks, int rows) {
+    const QuantizedWeight *w = p->weight;
+    const long groups = w->inputs / w->group;
     const int is_near = is_zen5();
-    const uint8_t *values = w->values + block * inputs * LANES * bits / 8; /* the groups of a tile follow each other */
-    vf totals[ROWS * BLOCKS];
-    for (int i = 0; i < rows * blocks; i++) totals[i] = (vf){0};
+    const uint8_t *values = w->values + block * w->inputs * LANES * bits / 8; /* the groups of a tile follow each other */
+    vf totals[ROWS * BLOCKS] = {{0}};
     for (long g = 0; g < groups; g++) {
-        __m512i sums[ROWS][BLOCKS];
-#pragma GCC unroll 8
-        for (int i = 0; i < rows; i++)
-#pragma GCC unroll 4
-            for (int j = 0; j < blocks; j++) {
-                v16u8 zeros;
-                memcpy(&zeros, w->zeros + ((block + j) * groups + g) * LANES, sizeof zeros);
-                sums[i][j] = (__m512i)(__builtin_convertvector(zeros, vi) * -x->sums[(row + i) * groups + g]);
-            }
-        const int8_t *some = x->values + (row * groups + g * rows) * w->group;
+        __m512i sums[ROWS][BLOCKS] = {{{0}}};
+        const int8_t *some = p->x->values + (row * groups + g * rows) * w->group;
         const uint8_t *end = values + w->group * LANES * bits / 8 * blocks;
         do {
             for (int byte = 0; byte < LANES * bits * blocks; byte += 64)
@@ -109,58 +114,52 @@ INLINE void multiply_tile(const QuantizedWeight *w, const QuantizedRows *x, char
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-            for (int j = 0; j < blocks; j++)
-                totals[i * blocks + j] += (vf)_mm512_cvtepi32_ps(sums[i][j]) * x->scales[(row + i) * groups + g] *
-                                load((const char *)w->scales, ((block + j) * groups + g) * LANES, F32);
+            for (int j = 0; j < blocks; j++) totals[i * blocks + j] += scaled(p, (vi)sums[i][j], row + i, block + j, g);
     }
-    for (int j = 0; w->bias && j < blocks; j++) {
-        const vf bias = load(w->bias, (block + j) * LANES, dtype);
-        for (int i = 0; i < rows; i++) totals[i * blocks + j] += bias;
-    }
-    write_sums(totals, out + (row * w->outputs + block * LANES) * (ptrdiff_t)item_bytes(out_dtype), w->outputs, rows,
-               blocks, out_dtype);
+    write_sums(totals, &p->to, row, block * LANES, rows, blocks);
 }
 
 /* The number of bits becomes a constant here, within the parallel part: a constant from outside of it is a variable. */
-INLINE void multiply_rows(const QuantizedWeight *w, const QuantizedRows *x, char *out, long row, long block, long rows,
-                          int blocks, int dtype, int out_dtype) {
-    if (w->bits == 8)
-        WITH_ROWS(rows, multiply_tile, w, x, out, row, block, blocks, 8, dtype, out_dtype);
-    else
-        WITH_ROWS(rows, multiply_tile, w, x, out, row, block, blocks, 4, dtype, out_dtype);
-}
-
-static void multiply(const QuantizedWeight *w, const QuantizedRows *x, char *out, long rows, int dtype,
-                     int out_dtype) {
-    const long all_blocks = w->outputs / LANES;
-#pragma omp parallel for schedule(static) if (rows * w->inputs * w->outputs > 1 << 18)
-    for (long block = 0; block < all_blocks; block += BLOCKS)
-        for (long row = 0; row < rows; row += ROWS) {
-            const long left = rows - row < ROWS ? rows - row : ROWS;
-            const long end = block + BLOCKS < all_blocks ? block + BLOCKS : all_blocks;
-            if (end - block == BLOCKS)
-                multiply_rows(w, x, out, row, block, left, BLOCKS, dtype, out_dtype);
-            else
-                for (long last = block; last < end; last++)
-                    multiply_rows(w, x, out, row, last, left, 1, dtype, out_dtype);
-        }
-}
-
-EXPORT int baton_has_int8_dot(void) { return 1; }
-#else
-static void multiply(const QuantizedWeight *w, const QuantizedRows *x, char *out, long rows, int dtype,
-                     int out_dtype) {
-    (void)w, (void)x, (void)out, (void)rows, (void)dtype, (void)out_dtype;
-}
-EXPORT int baton_has_int8_dot(void) { return 0; }
+static void multiply(const void *product, long row, long block, int rows, int blocks) {
+    const Quantized *p = product;
+#ifdef __AMX_BF16__
+    if (p->in_tiles) {
+        const long inputs = p->weight->inputs;
+        vf sums[32 * BLOCKS];
+        multiply_tiles((const char *)p->x->values + row * inputs, inputs, rows > 16 ? 16 * inputs : 0,
+                       (const char *)p->weight->values + block * inputs * 16, blocks, (char *)sums, inputs / 64, 0, 1,
+                       row == 0);
+        for (int i = 0; i < rows * blocks; i++)
+            sums[i] = scaled(p, (vi)sums[i], row + i / blocks, block + i % blocks, 0);
+        write_sums(sums, &p->to, row, block * LANES, rows, blocks);
+        return;
+    }
 #endif
+    if (p->weight->bits == 8)
+        WITH_SHAPE(blocks, rows, multiply_tile, p, row, block, 8);
+    else
+        WITH_SHAPE(blocks, rows, multiply_tile, p, row, block, 4);
+}
 
 /* out = x @ weight.T + bias. x: [rows, inputs] in `dtype`; out: [rows, outputs] in `out_dtype`. */
 EXPORT void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, const char *x,
                                    char *out, long rows, int dtype, int out_dtype) {
-    quantize_rows(x, scratch, rows, weight->inputs, weight->group, dtype);
-    multiply(weight, scratch, out, rows, dtype, out_dtype);
+    const long inputs = weight->inputs;
+    const int in_tiles = weight->bits == 8 && weight->group == inputs && inputs % 64 == 0 && baton_has_amx();
+    const Quantized product = {weight, scratch, in_tiles, {weight->bias, out, weight->outputs, dtype, out_dtype}};
+    quantize_rows(x, scratch, rows, inputs, weight->group, in_tiles ? 1 : ROWS, dtype);
+    multiply_all(multiply, &product, rows, in_tiles ? 32 : ROWS, weight->outputs / LANES,
+                 rows * inputs * weight->outputs > 1 << 18);
 }
+
+EXPORT int baton_has_int8_dot(void) { return 1; }
+#else
+EXPORT void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, const char *x,
+                                   char *out, long rows, int dtype, int out_dtype) {
+    (void)weight, (void)scratch, (void)x, (void)out, (void)rows, (void)dtype, (void)out_dtype;
+}
+EXPORT int baton_has_int8_dot(void) { return 0; }
+#endif
 
 /* As baton_linear_grouped. `scratch` is for the largest group. */
 EXPORT void baton_linear_quantized_grouped(const QuantizedWeight *const *weights, const QuantizedRows *scratch,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.cpu import CpuStep
-from common.engine.cpu.kernels import DTYPES, Kernels, NativeProduct, Paged, Pair, QuantizedRows
+from common.engine.cpu.kernels import DTYPES, Kernels, NativeProduct, Paged, Pair, QuantizedRows, in_whole_tiles
 from common.engine.models.config import ModelConfig
 from common.engine.models.feed_forward import Mlp
 
@@ -34,7 +34,7 @@ class Step(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "normed", "qkv", "attended", "delta", "gate_up", "gated")),
-        ("widened", c_void_p),
+        ("copied", c_void_p),
         ("rounded", QuantizedRows),
         ("cos", c_void_p),
         ("sin", c_void_p),
@@ -109,10 +109,10 @@ class NativeLayers:
     def _place_arrays(self, step: Step, x: Tensor) -> Tensor:
         """Return memory for the arrays between the products, to which ``step`` points afterwards."""
         rows, item = len(x), x.dtype.itemsize
-        names = ("normed", "qkv", "attended", "gate_up", "gated", "widened")
+        names = ("normed", "qkv", "attended", "gate_up", "gated", "copied")
         sizes = [rows * width * item for width in self._widths]
-        sizes.append(4 * self._kernels.floats_widened(rows * self._max_inputs))
-        sizes += [rows * self._max_inputs, *(4 * rows * self._max_groups,) * 2]
+        sizes.append(self._kernels.bytes_copied(rows, self._max_inputs))
+        sizes += [in_whole_tiles(rows) * self._max_inputs, *(4 * rows * self._max_groups,) * 2]
         memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         at = memory.data_ptr()
         addresses = [at + sum(sizes[:index]) for index in range(len(sizes))]

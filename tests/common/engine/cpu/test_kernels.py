@@ -277,7 +277,7 @@ def test_attention_to_pages_of_int8_equals_the_reference(
 @pytest.mark.parametrize("window", [None, 5, 70, 290])
 def test_a_long_prompt_has_the_same_attention_wherever_it_is_cut_and_beside_other_rows(window: int | None) -> None:
     kernels = load_kernels()
-    if kernels is None or not kernels.has_long_attention:
+    if kernels is None or not kernels.has_bf16_dot:
         pytest.skip("this processor has neither AMX nor a dot product of bfloat16")
     pool = KVPool(PageLayout(1, 2, 64, 16, "bfloat16"), 60)
     backend = CpuAttention(pool, 6, (AttentionParams(window=window),), kernels)

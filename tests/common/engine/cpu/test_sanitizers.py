@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from support.engine.native_targets import USABLE
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention.cpu import CpuAttention
@@ -26,7 +27,6 @@ from common.engine.batch import RowArrays, make_batch
 from common.engine.cpu.compile_native import build_library
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.cpu.kernels import Kernels, library_for
-from common.engine.cpu.targets import NATIVE, TARGETS
 from common.engine.kv_pool import TORCH_DTYPES, layer_views
 from common.engine.models import layers, linear
 from common.engine.models.config import ModelConfig, RopeConfig
@@ -34,7 +34,7 @@ from common.engine.models.decoder import Decoder, allocate_weights
 from common.engine.models.quantization import QuantizedWeight
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
-optimized = library_for(next(target for target in (*TARGETS, NATIVE) if target.name == sys.argv[1]))
+optimized = library_for(next(target for target in USABLE if target.name == sys.argv[1]))
 library = replace(
     optimized,
     name="sanitized",
@@ -74,11 +74,12 @@ for dtype, rows in itertools.product(DTYPES, (1, 5, 19)):
     kernels.silu_and_multiply(torch.randn(rows, 96).to(dtype))
     norms, angles = (torch.rand(32).to(dtype), torch.rand(32).to(dtype)), torch.rand(rows, 16)
     kernels.norm_and_rotate(torch.randn(rows, 5, 32).to(dtype), 3, norms, (angles.cos(), angles.sin()), 1e-6)
-    for outputs, inputs, bits in itertools.product((16, 32, 48, 112), (32, 96), (4, 8)):
+    for outputs, inputs, bits in itertools.product((16, 32, 48, 112), (32, 96, 128), (4, 8)):
+        groups = 1 if bits == 8 else inputs // 32
         weight = QuantizedWeight(
             torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8),
-            torch.rand(outputs, inputs // 32),
-            torch.full((outputs, inputs // 32), 2 ** (bits - 1), dtype=torch.uint8),
+            torch.rand(outputs, groups),
+            torch.full((outputs, groups), 2 ** (bits - 1), dtype=torch.uint8),
             bits,
         )
         bias = torch.randn(outputs).to(dtype)
@@ -161,7 +162,7 @@ def test_the_kernels_run_clean_under_the_sanitizers_for_addresses_and_undefined_
     # torch and the interpreter keep memory until they end, which is no concern of this test.
     environment = {
         **os.environ, "LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2",
-        "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
     }  # fmt: skip
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, target.name],

@@ -1,17 +1,22 @@
 """Weights of 8 and 4 bits: how they are rounded, and that the kernel multiplies with them as torch does."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.engine_driver import Driver
+from support.engine.native_targets import USABLE
 from torch import Tensor
 
 from common.config.shared import SMALL_MODEL, WeightDtype
+from common.engine.cpu.compile_native import BuildError
 from common.engine.cpu.huge_pages import HugePages
+from common.engine.cpu.kernels import Kernels, open_kernels
 from common.engine.executor import load_executor
+from common.engine.models import linear as linear_module
 from common.engine.models.config import ModelConfig
 from common.engine.models.linear import Linear, quantized_product
 from common.engine.models.quantization import QuantizedWeight, TorchQuantizedProduct, quantize_weight
@@ -62,9 +67,17 @@ def test_no_weight_moves_by_more_than_a_step(dtype: WeightDtype, seed: int, spre
     assert ((dequantized(found) - weight).abs() <= steps * 1.001).all()
 
 
+@pytest.fixture(scope="module", params=USABLE, ids=lambda target: target.name)
+def compiled(request: pytest.FixtureRequest) -> Kernels:
+    try:
+        return open_kernels(request.param)
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.integers(1, 19),
+    rows=st.one_of(st.integers(1, 19), st.integers(31, 50)),
     widths=st.sampled_from([(16, 32), (48, 128), (64, 256), (208, 96)]),
     bits=st.sampled_from([8, 4]),
     group=st.sampled_from([32, 96, 128, 1024]),
@@ -74,7 +87,13 @@ def test_no_weight_moves_by_more_than_a_step(dtype: WeightDtype, seed: int, spre
     ),
 )
 def test_the_kernel_equals_torch_and_no_row_depends_on_the_others(
-    rows: int, widths: tuple[int, int], bits: int, group: int, has_bias: bool, dtypes: tuple[str, str]
+    compiled: Kernels,
+    rows: int,
+    widths: tuple[int, int],
+    bits: int,
+    group: int,
+    has_bias: bool,
+    dtypes: tuple[str, str],
 ) -> None:
     """Any values, scales and zero points, as a checkpoint may have them; inputs that need no rounding, and others."""
     torch.manual_seed(rows)
@@ -88,7 +107,8 @@ def test_the_kernel_equals_torch_and_no_row_depends_on_the_others(
         bits=bits,
     )
     bias = torch.randn(num_out).to(taken) if has_bias else None
-    product = quantized_product(weight, bias, HugePages())
+    with patch.object(linear_module, "load_kernels", lambda: compiled):
+        product = quantized_product(weight, bias, HugePages())
     whole = torch.randint(-127, 128, (rows, num_in))
     whole[:, ::group] = 127
     tolerance = 1e-4 if given == torch.float32 else 1e-2

@@ -1,0 +1,129 @@
+/* The inner loops of matrix products with packed weights: by AMX, whose tiles have 16 rows of 64 bytes, and by dot
+ * products. linear.c, quantized_linear.c and long_attention.c share them. */
+#ifndef BATON_PRODUCTS_H
+#define BATON_PRODUCTS_H
+
+#include "parts.h"
+
+#ifdef __AMX_BF16__
+typedef struct {
+    uint8_t bytes[64]; /* a palette, from byte 16 on the width of each tile in two bytes, from byte 48 on its rows */
+} TileConfig;
+
+/* GCC does not know that tile instructions read memory: this forces all earlier stores out. */
+#define SETTLE(pointer) __asm__ volatile("" : : "r"(pointer) : "memory")
+
+INLINE void configure_tiles(TileConfig *before) {
+    TileConfig ours = {{1}};
+    for (int tile = 0; tile < 8; tile++) ours.bytes[16 + 2 * tile] = 64, ours.bytes[48 + tile] = 16;
+    _tile_storeconfig(before);
+    SETTLE(&ours);
+    _tile_loadconfig(&ours);
+}
+
+/* oneDNN remembers per thread its last tile configuration, so it must be restored. */
+INLINE void restore_tiles(const TileConfig *before) {
+    SETTLE(before);
+    before->bytes[0] ? _tile_loadconfig(before) : _tile_release();
+}
+
+/* The four tiles of sums; the two in a row are one if there is one block. */
+#define EACH_TILE(action, sums, width)                  \
+    do {                                                \
+        action(0, (sums), width);                       \
+        action(1, (sums) + (width) - 64, width);        \
+        action(2, (sums) + 16 * (width), width);        \
+        action(3, (sums) + 17 * (width) - 64, width);   \
+    } while (0)
+
+#define NO_SUMS(tile, sums, width) _tile_zero(tile)
+#define MULTIPLY(sums, x, by) \
+    if (is_int8) _tile_dpbsud(sums, x, by); else _tile_dpbf16ps(sums, x, by)
+
+/* sums [32, blocks, 16], or zero unless `adds`, plus 32 rows of x times one or two blocks of by [steps, 16, blocks, 64
+ * bytes]. Rows are `stride` bytes apart; those from the 17th on begin `next_tile` bytes later, which is 0 for 16 rows. A
+ * step multiplies 64 bytes of each row. */
+INLINE void multiply_tiles(const char *x, ptrdiff_t stride, ptrdiff_t next_tile, const char *by, int blocks, char *sums,
+                           long steps, int adds, int is_int8, int from_memory) {
+    const ptrdiff_t width = 64 * blocks;
+    SETTLE(sums);
+    if (adds)
+        EACH_TILE(_tile_loadd, sums, width);
+    else
+        EACH_TILE(NO_SUMS, sums, width);
+    for (const char *end = x + 64 * steps; x < end; x += 64, by += 16 * width) {
+        for (int line = 0; from_memory && line < 16 * blocks; line++) fetch_weights(by + line * 64, 0, 0);
+        _tile_loadd(6, by, width);
+        _tile_loadd(4, x, stride);
+        MULTIPLY(0, 4, 6);
+        _tile_loadd(7, by + width - 64, width);
+        MULTIPLY(1, 4, 7);
+        if (next_tile == 0) continue;
+        _tile_loadd(5, x + next_tile, stride);
+        MULTIPLY(2, 5, 6);
+        MULTIPLY(3, 5, 7);
+    }
+    EACH_TILE(_tile_stored, sums, width);
+    SETTLE(sums);
+}
+#else
+typedef int TileConfig;
+#define configure_tiles(before) (void)(before)
+#define restore_tiles(before) (void)(before)
+#endif
+
+#ifdef __AVX512BW__
+enum { ROWS = 8 }; /* with 3 blocks 24 sums, 3 weights and one input fit in the 32 registers */
+
+/* The first or the second number of each pair. */
+INLINE __m512 widened(__m512i pairs, int second, int dtype) {
+    if (dtype == BF16) return (__m512)(second ? (vu)pairs & 0xffff0000 : (vu)pairs << 16);
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(second ? _mm512_srli_epi32(pairs, 16) : pairs));
+}
+
+/* sum + a * b, of both numbers of each pair. */
+INLINE __m512 add_pairs_of(__m512 sum, __m512i a, __m512i b, int dtype) {
+#ifdef __AVX512BF16__
+    if (dtype == BF16) return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#endif
+    sum = _mm512_fmadd_ps(widened(a, 0, dtype), widened(b, 0, dtype), sum);
+    return _mm512_fmadd_ps(widened(a, 1, dtype), widened(b, 1, dtype), sum);
+}
+
+/* sums [rows, blocks, 16] plus x [rows, pairs] times by [pairs, blocks, 16]. Rows of x are `stride` pairs apart. */
+INLINE void multiply_dots(const uint32_t *x, long stride, const char *by, int blocks, __m512 (*sums)[BLOCKS], long pairs,
+                          int rows, int dtype, int from_memory) {
+    const int is_near = is_zen5();
+    for (long k = 0; k < pairs; k++, by += 64 * blocks) {
+        __m512i weights[BLOCKS];
+        for (int j = 0; from_memory && j < blocks; j++) fetch_weights(by + j * 64, is_near, rows <= 5);
+#pragma GCC unroll 4
+        for (int j = 0; j < blocks; j++) weights[j] = _mm512_loadu_si512(by + j * 64);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) {
+            const __m512i input = _mm512_set1_epi32((int)x[i * stride + k]);
+#pragma GCC unroll 4
+            for (int j = 0; j < blocks; j++) sums[i][j] = add_pairs_of(sums[i][j], input, weights[j], dtype);
+        }
+    }
+}
+
+/* Multiplies some rows by some blocks of sixteen outputs. */
+typedef void Multiply(const void *product, long row, long block, int rows, int blocks);
+
+/* Multiplies every `most` rows by every BLOCKS blocks of outputs; one or two that are left over at the end each alone. */
+INLINE void multiply_all(Multiply *multiply, const void *product, long rows, long most, long all_blocks, int in_parallel) {
+#pragma omp parallel for schedule(static) if (in_parallel)
+    for (long first = 0; first < all_blocks; first += BLOCKS) {
+        const int blocks = all_blocks - first < BLOCKS ? 1 : BLOCKS;
+        const long end = all_blocks - first < BLOCKS ? all_blocks : first + BLOCKS;
+        TileConfig before;
+        if (most > ROWS) configure_tiles(&before);
+        for (long row = 0; row < rows; row += most)
+            for (long block = first; block < end; block += blocks)
+                multiply(product, row, block, (int)(rows - row < most ? rows - row : most), blocks);
+        if (most > ROWS) restore_tiles(&before);
+    }
+}
+#endif
+#endif
