@@ -24,36 +24,35 @@ typedef struct {
     Output to;
 } Linear;
 
-INLINE void multiply_tile(const Linear *p, long row, long block, int dtype, int blocks, int rows) {
+INLINE void multiply_tile(const Linear *p, const Part *part, int dtype, int blocks, int rows) {
     const long pairs = p->inputs / 2;
+    const char *weight = p->weight + part->block * pairs * 64;
     __m512 sums[ROWS][BLOCKS] = {{{0}}};
     vf totals[ROWS * BLOCKS];
-    multiply_dots((const uint32_t *)p->x + row * pairs, pairs, p->weight + block * pairs * 64, blocks, sums, pairs, rows,
-                  dtype, 1);
+    multiply_dots((const uint32_t *)p->x + part->row * pairs, pairs, weight, blocks, sums, pairs, rows, dtype,
+                  ahead_of(weight, 64 * blocks, pairs, part->pass, part->passes, rows <= 5));
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < blocks; j++) totals[i * blocks + j] = (vf)sums[i][j];
-    write_sums(totals, &p->to, row, block * LANES, rows, blocks);
+    write_sums(totals, &p->to, part->row, part->block * LANES, rows, blocks);
 }
 
 /* The format becomes a constant here, within the parallel part: a constant from outside of it is a variable. */
-static void multiply(const void *product, long row, long block, int rows, int blocks) {
+static void multiply(const void *product, const Part *part) {
     const Linear *p = product;
 #ifdef __AMX_BF16__
     if (p->in_tiles) {
-        const long bytes = 2 * p->inputs;
         vf sums[32 * BLOCKS];
-        multiply_tiles(p->x + row * bytes, bytes, rows > 16 ? 16 * bytes : 0, p->weight + block * bytes * 16, blocks,
-                       (char *)sums, bytes / 64, 0, 0, row == 0);
-        write_sums(sums, &p->to, row, block * LANES, rows, blocks);
+        multiply_part(p->x, p->weight, 2 * p->inputs, part, sums, 0);
+        write_sums(sums, &p->to, part->row, part->block * LANES, part->rows, part->blocks);
         return;
     }
 #endif
     if (p->dtype == BF16)
-        WITH_SHAPE(blocks, rows, multiply_tile, p, row, block, BF16);
+        WITH_SHAPE(part->blocks, part->rows, multiply_tile, p, part, BF16);
     else
-        WITH_SHAPE(blocks, rows, multiply_tile, p, row, block, F16);
+        WITH_SHAPE(part->blocks, part->rows, multiply_tile, p, part, F16);
 }
 
 EXPORT int baton_can_multiply(int dtype) { return dtype == BF16 || dtype == F16; }

@@ -30,7 +30,7 @@ INLINE void multiply(const uint32_t *x, long stride, uint32_t (*by)[QUERIES], fl
 #ifdef __AMX_BF16__
     if (baton_has_amx()) {
         multiply_tiles((const char *)x, 4 * stride, 64 * stride, (const char *)by, 2, (char *)sums, pairs / 16, adds, 0,
-                       0);
+                       (Ahead){0});
         return;
     }
 #endif
@@ -39,7 +39,7 @@ INLINE void multiply(const uint32_t *x, long stride, uint32_t (*by)[QUERIES], fl
 #pragma GCC unroll 16
         for (int i = 0; i < 2 * ROWS; i++)
             parts[i / 2][i % 2] = adds ? _mm512_load_ps(sums[i / 2] + i % 2 * LANES) : _mm512_setzero_ps();
-        multiply_dots(x, stride, (const char *)by, 2, parts, pairs, ROWS, BF16, 0);
+        multiply_dots(x, stride, (const char *)by, 2, parts, pairs, ROWS, BF16, (Ahead){0});
 #pragma GCC unroll 16
         for (int i = 0; i < 2 * ROWS; i++) _mm512_store_ps(sums[i / 2] + i % 2 * LANES, parts[i / 2][i % 2]);
     }

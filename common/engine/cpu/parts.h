@@ -19,13 +19,27 @@ enum { AHEAD = 8192 }; /* how many bytes ahead weights are fetched */
 /* Zen 5, and what follows it. */
 INLINE int is_zen5(void) { return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vp2intersect"); }
 
-/* Ask for weights that are read soon. Zen 5 reads them fastest if they come into the nearest cache. Zen 4 fetches ahead
- * by itself where few rows are multiplied, and is disturbed unless it is asked for what it fetches next anyway. */
-INLINE void fetch_weights(const char *weights, int is_near, int has_few_rows) {
-    if (is_near)
-        __builtin_prefetch(weights + AHEAD, 0, 3);
-    else
-        __builtin_prefetch(weights + (has_few_rows ? 512 : AHEAD), 0, 2);
+/* What to ask for while weights are multiplied, so many bytes in each step. */
+typedef struct {
+    const char *at;
+    long bytes;
+    int is_near;
+} Ahead;
+
+/* Zen 5 reads weights fastest if they come into the nearest cache. Zen 4 fetches ahead by itself where few rows are
+ * multiplied, and is disturbed unless it is asked for what it fetches next anyway. Where several `passes` with all rows
+ * that fit read a tile of weights, each asks for its share of the next tile, and a last one with fewer rows for none. */
+INLINE Ahead ahead_of(const char *tile, long step_bytes, long steps, long pass, long passes, int has_few_rows) {
+    const long share = step_bytes / passes, distance = has_few_rows && !is_zen5() ? 512 : AHEAD;
+    if (pass >= passes) return (Ahead){0};
+    if (passes == 1) return (Ahead){tile + distance, step_bytes, is_zen5()};
+    return (Ahead){tile + step_bytes * steps + share * steps * pass, share, 0};
+}
+
+INLINE void fetch_ahead(Ahead *ahead) {
+    for (long at = 0; at < ahead->bytes; at += 64)
+        ahead->is_near ? __builtin_prefetch(ahead->at + at, 0, 3) : __builtin_prefetch(ahead->at + at, 0, 2);
+    ahead->at += ahead->bytes;
 }
 #endif
 

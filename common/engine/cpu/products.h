@@ -5,6 +5,12 @@
 
 #include "parts.h"
 
+/* Some rows times some blocks of sixteen outputs, whose weights so many passes read. */
+typedef struct {
+    long row, block, pass, passes;
+    int rows, blocks;
+} Part;
+
 #ifdef __AMX_BF16__
 typedef struct {
     uint8_t bytes[64]; /* a palette, from byte 16 on the width of each tile in two bytes, from byte 48 on its rows */
@@ -44,15 +50,13 @@ INLINE void restore_tiles(const TileConfig *before) {
  * bytes]. Rows are `stride` bytes apart; those from the 17th on begin `next_tile` bytes later, which is 0 for 16 rows. A
  * step multiplies 64 bytes of each row. */
 INLINE void multiply_tiles(const char *x, ptrdiff_t stride, ptrdiff_t next_tile, const char *by, int blocks, char *sums,
-                           long steps, int adds, int is_int8, int from_memory) {
+                           long steps, int adds, int is_int8, Ahead ahead) {
     const ptrdiff_t width = 64 * blocks;
     SETTLE(sums);
-    if (adds)
-        EACH_TILE(_tile_loadd, sums, width);
-    else
-        EACH_TILE(NO_SUMS, sums, width);
+    EACH_TILE(NO_SUMS, sums, width);
+    if (adds) EACH_TILE(_tile_loadd, sums, width);
     for (const char *end = x + 64 * steps; x < end; x += 64, by += 16 * width) {
-        for (int line = 0; from_memory && line < 16 * blocks; line++) fetch_weights(by + line * 64, 0, 0);
+        fetch_ahead(&ahead);
         _tile_loadd(6, by, width);
         _tile_loadd(4, x, stride);
         MULTIPLY(0, 4, 6);
@@ -65,6 +69,14 @@ INLINE void multiply_tiles(const char *x, ptrdiff_t stride, ptrdiff_t next_tile,
     }
     EACH_TILE(_tile_stored, sums, width);
     SETTLE(sums);
+}
+
+/* sums [rows, blocks, 16] of x [all rows, row_bytes] times a packed weight. */
+INLINE void multiply_part(const char *x, const char *weight, long row_bytes, const Part *part, vf *sums, int is_int8) {
+    const char *by = weight + part->block * row_bytes * 16;
+    const Ahead ahead = ahead_of(by, 1024 * part->blocks, row_bytes / 64, part->pass, part->passes, 0);
+    multiply_tiles(x + part->row * row_bytes, row_bytes, part->rows > 16 ? 16 * row_bytes : 0, by, part->blocks,
+                   (char *)sums, row_bytes / 64, 0, is_int8, ahead);
 }
 #else
 typedef int TileConfig;
@@ -92,11 +104,10 @@ INLINE __m512 add_pairs_of(__m512 sum, __m512i a, __m512i b, int dtype) {
 
 /* sums [rows, blocks, 16] plus x [rows, pairs] times by [pairs, blocks, 16]. Rows of x are `stride` pairs apart. */
 INLINE void multiply_dots(const uint32_t *x, long stride, const char *by, int blocks, __m512 (*sums)[BLOCKS], long pairs,
-                          int rows, int dtype, int from_memory) {
-    const int is_near = is_zen5();
+                          int rows, int dtype, Ahead ahead) {
     for (long k = 0; k < pairs; k++, by += 64 * blocks) {
         __m512i weights[BLOCKS];
-        for (int j = 0; from_memory && j < blocks; j++) fetch_weights(by + j * 64, is_near, rows <= 5);
+        fetch_ahead(&ahead);
 #pragma GCC unroll 4
         for (int j = 0; j < blocks; j++) weights[j] = _mm512_loadu_si512(by + j * 64);
 #pragma GCC unroll 8
@@ -108,20 +119,20 @@ INLINE void multiply_dots(const uint32_t *x, long stride, const char *by, int bl
     }
 }
 
-/* Multiplies some rows by some blocks of sixteen outputs. */
-typedef void Multiply(const void *product, long row, long block, int rows, int blocks);
+typedef void Multiply(const void *product, const Part *part);
 
 /* Multiplies every `most` rows by every BLOCKS blocks of outputs; one or two that are left over at the end each alone. */
 INLINE void multiply_all(Multiply *multiply, const void *product, long rows, long most, long all_blocks, int in_parallel) {
 #pragma omp parallel for schedule(static) if (in_parallel)
     for (long first = 0; first < all_blocks; first += BLOCKS) {
-        const int blocks = all_blocks - first < BLOCKS ? 1 : BLOCKS;
-        const long end = all_blocks - first < BLOCKS ? all_blocks : first + BLOCKS;
+        const long is_whole = all_blocks - first >= BLOCKS, end = is_whole ? first + BLOCKS : all_blocks;
+        Part part = {.passes = rows < most || most > ROWS ? 1 : rows / most, .blocks = is_whole ? BLOCKS : 1};
         TileConfig before;
         if (most > ROWS) configure_tiles(&before);
-        for (long row = 0; row < rows; row += most)
-            for (long block = first; block < end; block += blocks)
-                multiply(product, row, block, (int)(rows - row < most ? rows - row : most), blocks);
+        for (part.row = 0; part.row < rows; part.row += most, part.pass++) {
+            part.rows = (int)(rows - part.row < most ? rows - part.row : most);
+            for (part.block = first; part.block < end; part.block += part.blocks) multiply(product, &part);
+        }
         if (most > ROWS) restore_tiles(&before);
     }
 }

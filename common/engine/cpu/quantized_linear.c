@@ -44,12 +44,6 @@ static void quantize_rows(const char *x, const QuantizedRows *to, long rows, lon
     }
 }
 
-INLINE __m512i four_inputs(const int8_t *x) {
-    int32_t four;
-    memcpy(&four, x, sizeof four);
-    return _mm512_set1_epi32(four);
-}
-
 /* As _mm512_dpbusd_epi32, for which GCC 12 copies the sums of a loop in every turn. */
 INLINE void add_dot(__m512i *sums, __m512i weights, __m512i inputs) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(*sums) : "v"(weights), "v"(inputs));
@@ -72,7 +66,7 @@ INLINE void add_products(__m512i sums[ROWS][BLOCKS], const uint8_t *values, cons
         for (int j = 0; j < blocks; j++) weights[j] = weights_at(values, k, j, blocks, bits);
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
-            const __m512i four = four_inputs(x + k * rows + i * 4);
+            const __m512i four = _mm512_broadcastd_epi32(_mm_loadu_si32(x + k * rows + i * 4));
 #pragma GCC unroll 4
             for (int j = 0; j < blocks; j++) add_dot(&sums[i][j], weights[j], four);
         }
@@ -94,51 +88,48 @@ INLINE vf scaled(const Quantized *p, vi sum, long row, long block, long g) {
            load((const char *)p->weight->scales, at, F32);
 }
 
-INLINE void multiply_tile(const Quantized *p, long row, long block, int bits, int blocks, int rows) {
+INLINE void multiply_tile(const Quantized *p, const Part *part, int bits, int blocks, int rows) {
     const QuantizedWeight *w = p->weight;
-    const long groups = w->inputs / w->group;
-    const int is_near = is_zen5();
-    const uint8_t *values = w->values + block * w->inputs * LANES * bits / 8; /* the groups of a tile follow each other */
+    const long inputs = w->inputs, groups = inputs / w->group, step_bytes = LANES * bits * blocks;
+    const uint8_t *values = w->values + part->block * inputs * LANES * bits / 8; /* its groups follow each other */
+    Ahead ahead = ahead_of((const char *)values, step_bytes, inputs / 8, part->pass, part->passes, rows <= 4);
     vf totals[ROWS * BLOCKS] = {{0}};
     for (long g = 0; g < groups; g++) {
         __m512i sums[ROWS][BLOCKS] = {{{0}}};
-        const int8_t *some = p->x->values + (row * groups + g * rows) * w->group;
+        const int8_t *some = p->x->values + (part->row * groups + g * rows) * w->group;
         const uint8_t *end = values + w->group * LANES * bits / 8 * blocks;
         do {
-            for (int byte = 0; byte < LANES * bits * blocks; byte += 64)
-                fetch_weights((const char *)values + byte, is_near, rows <= 4);
+            fetch_ahead(&ahead);
             add_products(sums, values, some, rows, blocks, bits);
-            values += LANES * bits * blocks;
+            values += step_bytes;
             some += 8 * rows;
         } while (values < end);
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-            for (int j = 0; j < blocks; j++) totals[i * blocks + j] += scaled(p, (vi)sums[i][j], row + i, block + j, g);
+            for (int j = 0; j < blocks; j++)
+                totals[i * blocks + j] += scaled(p, (vi)sums[i][j], part->row + i, part->block + j, g);
     }
-    write_sums(totals, &p->to, row, block * LANES, rows, blocks);
+    write_sums(totals, &p->to, part->row, part->block * LANES, rows, blocks);
 }
 
 /* The number of bits becomes a constant here, within the parallel part: a constant from outside of it is a variable. */
-static void multiply(const void *product, long row, long block, int rows, int blocks) {
+static void multiply(const void *product, const Part *part) {
     const Quantized *p = product;
 #ifdef __AMX_BF16__
     if (p->in_tiles) {
-        const long inputs = p->weight->inputs;
         vf sums[32 * BLOCKS];
-        multiply_tiles((const char *)p->x->values + row * inputs, inputs, rows > 16 ? 16 * inputs : 0,
-                       (const char *)p->weight->values + block * inputs * 16, blocks, (char *)sums, inputs / 64, 0, 1,
-                       row == 0);
-        for (int i = 0; i < rows * blocks; i++)
-            sums[i] = scaled(p, (vi)sums[i], row + i / blocks, block + i % blocks, 0);
-        write_sums(sums, &p->to, row, block * LANES, rows, blocks);
+        multiply_part((const char *)p->x->values, (const char *)p->weight->values, p->weight->inputs, part, sums, 1);
+        for (int i = 0; i < part->rows * part->blocks; i++)
+            sums[i] = scaled(p, (vi)sums[i], part->row + i / part->blocks, part->block + i % part->blocks, 0);
+        write_sums(sums, &p->to, part->row, part->block * LANES, part->rows, part->blocks);
         return;
     }
 #endif
     if (p->weight->bits == 8)
-        WITH_SHAPE(blocks, rows, multiply_tile, p, row, block, 8);
+        WITH_SHAPE(part->blocks, part->rows, multiply_tile, p, part, 8);
     else
-        WITH_SHAPE(blocks, rows, multiply_tile, p, row, block, 4);
+        WITH_SHAPE(part->blocks, part->rows, multiply_tile, p, part, 4);
 }
 
 /* out = x @ weight.T + bias. x: [rows, inputs] in `dtype`; out: [rows, outputs] in `out_dtype`. */
