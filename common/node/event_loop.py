@@ -380,6 +380,7 @@ class EventLoop:
             self._end_requests(self._owners.reclaim(sender), now, "continued")
             link.register()
         elif isinstance(message, Refused):
+            self._end_requests(self._owners.reclaim(sender), now, "continued")
             self._links.on_refused(link, message.reason)
         elif isinstance(message, Find):
             link.send(Found(self._find(message, now), message.number))

@@ -49,6 +49,7 @@ from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
 from common.wire.mailbox import ConnectionEvents, Envelope, Mailbox
 from common.wire.messages import (
+    Abort,
     Adapter,
     Adapters,
     AdapterUnused,
@@ -60,6 +61,7 @@ from common.wire.messages import (
     Peer,
     Ping,
     PrefillNodes,
+    Refused,
     Registered,
     Tokens,
     UnloadAdapter,
@@ -491,6 +493,23 @@ def test_a_letter_that_came_before_the_connection_was_made_again_in_one_turn_is_
         node._receive(0.0)
     gateway.close()
     assert role.heard == []
+
+
+def test_the_requests_of_a_gateway_that_refuses_the_node_end_there() -> None:
+    role = Told()
+    with node_of(role, "127.0.0.1:1", "127.0.0.1:2") as node:
+        first, second = node._links
+        for link, gateway in ((first, "1" * 32), (second, "2" * 32)):
+            node._on_gateway(link, gateway, Registered(1, 1.0), 0.0)
+            for rid, key in (("plain", ""), ("with-key", "k")):
+                sampling = SamplingParams()
+                own = {"timeout_s": 9.0, "key": key and gateway}
+                generate = Generate(rid + gateway[0], 0, (1,), sampling, prefill=None, decode=None, **own)
+                node._on_gateway(link, gateway, generate, 0.0)
+        role.heard.clear()
+        node._on_gateway(first, "1" * 32, Refused("its weights are others"), 0.0)
+        assert role.heard == [Abort("plain1", 0, "continued"), Abort("with-key1", 0, "continued")]
+        assert list(node._links) == [second]
 
 
 def test_the_tokens_of_a_turn_leave_together_for_each_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
