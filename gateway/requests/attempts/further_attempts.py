@@ -124,7 +124,7 @@ def end_by_failure(flight: InFlightRequest, sender: str, message: Failed, now: f
 
 
 def end_by_wrong_token(flight: InFlightRequest, sender: str) -> AttemptEnd:
-    """How an attempt ends at a token id that the model does not have: its sender is broken, or the request breaks it."""
+    """How an attempt ends at a token id that the model does not have: the node is broken, or the request breaks it."""
     pair = flight.pair
     assert pair is not None
     name = flight.stream.prefill if sender == pair.prefill else flight.stream.decode
