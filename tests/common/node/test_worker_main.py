@@ -1,6 +1,7 @@
 """The node process: its sizes, its engine thread and its event loop."""
 
 import contextlib
+import logging
 import os
 import platform
 import select
@@ -395,7 +396,7 @@ def test_a_link_that_is_left_while_others_are_read_is_not_read(monkeypatch: pyte
         arrived = {first.mailbox: [Envelope("1" * 32, Registered(1, 1.0))]}
         monkeypatch.setattr(Mailbox, "receive", lambda self, **_: [] if self._socket.closed else arrived.pop(self, []))
         followed: list[GatewayLink] = []
-        monkeypatch.setattr(GatewayLink, "follow", lambda self, now: followed.append(self) or "")
+        monkeypatch.setattr(GatewayLink, "follow", lambda self, now, level: followed.append(self) or "")
         node._receive(0.0)
         assert (followed, list(node._links)) == ([first], [first])
 
@@ -493,6 +494,23 @@ def test_a_letter_that_came_before_the_connection_was_made_again_in_one_turn_is_
         node._receive(0.0)
     gateway.close()
     assert role.heard == []
+
+
+@pytest.mark.parametrize("has_signal", [False, True])
+def test_the_loss_of_another_process_is_a_warning_unless_this_one_stops_too(
+    has_signal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), node_of(Watched()) as node:
+        (link,) = node._links
+        monkeypatch.setattr(link.mailbox, "connection_events", lambda: ConnectionEvents(False, True))
+        monkeypatch.setattr(node._listen, "lost_peers", lambda peers: ["d" * 32])
+        monkeypatch.setattr(node._sources, "lost", lambda: ["p" * 32])
+        monkeypatch.setattr(node._role, "peer_lost", lambda peer, now: None, raising=False)
+        if has_signal:
+            node.drain(1.0)
+        node._receive(0.0)
+        level = "INFO" if has_signal else "WARNING"
+        assert [record.levelname for record in caplog.records if "is gone" in record.message] == [level] * 3
 
 
 def test_the_requests_of_a_gateway_that_refuses_the_node_end_there() -> None:
