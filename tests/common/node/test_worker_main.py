@@ -11,12 +11,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.engine.synchronous_executor import SynchronousExecutor
 from support.kv.kv_fakes import MemfdStore
 
@@ -56,6 +59,7 @@ from common.wire.messages import (
     AdapterUnused,
     Connect,
     Deregister,
+    Find,
     FromNode,
     Generate,
     Message,
@@ -65,6 +69,7 @@ from common.wire.messages import (
     Refused,
     Registered,
     Tokens,
+    Unknown,
     UnloadAdapter,
 )
 from decode_node.factory import build
@@ -528,6 +533,63 @@ def test_the_requests_of_a_gateway_that_refuses_the_node_end_there() -> None:
         node._on_gateway(first, "1" * 32, Refused("its weights are others"), 0.0)
         assert role.heard == [Abort("plain1", 0, "continued"), Abort("with-key1", 0, "continued")]
         assert list(node._links) == [second]
+
+
+class Computing(Watched):
+    """Has the requests that gateways have sent and not ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_node: dict[RequestKey, Request] = {}
+
+    def on_gateway(self, message: Message, now: float) -> None:
+        if isinstance(message, Generate):
+            key = (message.rid, message.attempt)
+            self.on_node[key] = Request(*key, prompt=message.prompt, sampling=message.sampling)
+        elif isinstance(message, Abort):
+            self.on_node.pop((message.rid, message.attempt), None)
+
+    def requests(self) -> dict[RequestKey, Request]:
+        return self.on_node
+
+
+GATEWAY_EVENTS = ("generate", "generate", "keyed", "registered", "unknown", "refused", "lost", "restarted", "find")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(GATEWAY_EVENTS), st.integers(0, 1)), max_size=20))
+def test_a_node_computes_nothing_that_no_gateway_waits_for_or_may_ask_for(events: list[tuple[str, int]]) -> None:
+    role = Computing()
+    with pytest.MonkeyPatch.context() as patch, node_of(role, "127.0.0.1:1", "127.0.0.1:2") as node:
+        patch.setattr(GatewayLink, "register", lambda self: None)
+        patch.setattr(GatewayLink, "send", lambda self, *messages: None)
+        links, names = list(node._links), ["a" * 32, "b" * 32]
+        for number, (kind, index) in enumerate([("registered", 0), ("registered", 1), *events]):
+            link = links[index]
+            if link not in node._links or (link.is_dialling and kind != "registered"):
+                continue
+            say = partial(node._on_gateway, link, names[index], now=0.0)
+            if kind in ("generate", "keyed"):
+                key = f"k{number}" if kind == "keyed" else ""
+                say(message=Generate(f"r{number}", 0, (1,), SamplingParams(), None, None, timeout_s=9.0, key=key))
+            elif kind in ("registered", "restarted"):
+                names[index] = f"{number}".rjust(32, names[index][0]) if kind == "restarted" else names[index]
+                link.is_dialling = False
+                node._on_gateway(link, names[index], Registered(1, 1.0), 0.0)
+            elif kind == "find":
+                say(message=Find(tuple(owned.digest for owned in node._owners._requests.values() if owned.digest)))
+            elif kind == "lost":
+                with patch.context() as broken:
+                    broken.setattr(link.mailbox, "connection_events", lambda: ConnectionEvents(False, True))
+                    node._receive(0.0)
+            else:
+                say(message=Unknown() if kind == "unknown" else Refused("its weights are others"))
+            waiting = {one.incarnation for one in node._links if one.is_registered}
+            for request_key in role.on_node:
+                owned = node._owners._requests[request_key]
+                assert owned.gateway in waiting or (owned.digest and owned.gateway in node._owners._lost)
+            if node.refused is not None:
+                break
 
 
 def test_the_tokens_of_a_turn_leave_together_for_each_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
