@@ -1,4 +1,4 @@
-"""What asyncio cannot raise anywhere, such as that a server has no descriptor left for a connection."""
+"""Reports errors of an event loop that belong to no task, such as that no descriptor is left for a connection."""
 
 import asyncio
 import errno
