@@ -90,6 +90,8 @@ class Preemptor:
 
     def _waits_for_another(self, request: Request, now: float) -> bool:
         """Whether the request lacks something other than pages."""
+        if request.key in self._table.held:
+            return True
         if self._queue.is_computed_here(request):
             if not self.can_have_slot(request, now):
                 return True

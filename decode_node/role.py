@@ -171,6 +171,7 @@ class DecodeRole:
         plan = self._scheduler.plan(now)
         if plan is not None:
             self._planned_chunks.planned(self._scheduler.chunks(plan), now)
+        self._output.flush_interrupted(now)
         if effects := self._scheduler.take_effects():
             self._perform(effects, now)
             self._settle(now)

@@ -68,6 +68,12 @@ class TokenOutput:
         if unsent:
             self._send(unsent, now)
 
+    def flush_interrupted(self, now: float) -> None:
+        """Flush the requests that have lost their rows: their next tokens may take long."""
+        for request in [unsent[-1].request for unsent in self._unsent.values()]:
+            if request.slot < 0:
+                self.flush(request, now)
+
     def forget(self, key: RequestKey) -> None:
         """Drop what is kept of a request that has ended."""
         self._unsent.pop(key, None)

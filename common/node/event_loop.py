@@ -135,6 +135,7 @@ class EventLoop:
         self._departure: Departure | None = None
         self._is_empty = False  # nothing is left here, as every gateway knows
         self._drain_s: float | None = None  # a drain that was asked for and has not begun
+        self._loss_level = logging.WARNING  # until a signal comes, which often ends all processes of a service
         self._poller = zmq.Poller()
         self._links = GatewayLinks(
             gateways, endpoint, register=self._describe, clock=clock, poller=self._poller, room=room
@@ -296,11 +297,13 @@ class EventLoop:
     def drain(self, timeout_s: float) -> None:
         """Ask the loop to end once its requests have, or after ``timeout_s``; safe in a signal handler."""
         self._drain_s = timeout_s
+        self._loss_level = logging.INFO
         self._wake_up()
 
     def stop(self) -> None:
         """Ask the loop to end now; safe in a signal handler."""
         self._is_stopping = True
+        self._loss_level = logging.INFO
         self._wake_up()
 
     def _wake_up(self) -> None:
@@ -342,7 +345,7 @@ class EventLoop:
         for link in list(self._links):
             if link not in self._links:  # what came over another link has made this node leave it
                 continue
-            if lost := link.follow(now):
+            if lost := link.follow(now, self._loss_level):
                 self._lose(lost, now)
             for envelope in link.mailbox.receive():
                 if link.is_dialling:
@@ -380,6 +383,7 @@ class EventLoop:
             self._end_requests(self._owners.reclaim(sender), now, "continued")
             link.register()
         elif isinstance(message, Refused):
+            self._end_requests(self._owners.reclaim(sender), now, "continued")
             self._links.on_refused(link, message.reason)
         elif isinstance(message, Find):
             link.send(Found(self._find(message, now), message.number))
@@ -459,7 +463,7 @@ class EventLoop:
             elif not isinstance(envelope.message, Ping):
                 self._role.on_peer(envelope.sender, envelope.message, now)
         for peer in self._listen.lost_peers(self._role.peers()):
-            log.warning("decode node %s is gone", self._name_of(peer))
+            log.log(self._loss_level, "decode node %s is gone", self._name_of(peer))
             self._role.peer_lost(peer, now)
 
     def _name_of(self, peer: str) -> str:
@@ -470,7 +474,8 @@ class EventLoop:
         for incarnation, message in self._sources.receive():
             self._role.on_peer(incarnation, message, now)
         for incarnation in self._sources.lost():
-            log.warning("node %s, which sent pages to this node, is gone", self._name_of(incarnation))
+            name = self._name_of(incarnation)
+            log.log(self._loss_level, "node %s, which sent pages to this node, is gone", name)
             self._role.peer_lost(incarnation, now)
 
     # ---- sending ----------------------------------------------------------------------------------------------------

@@ -95,8 +95,9 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> TokenKey:
     return packed
 
 
-#: For tokens that are only computed again: what is sampled after them is discarded, and must not end them.
-DISCARDED_SAMPLING = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
+#: For tokens that are only computed again: what is sampled after them is discarded, and must not end them. ``lof`` must
+#: not put them behind every new prompt.
+DISCARDED_SAMPLING = SamplingParams(max_new_tokens=1 << 31, temperature=0.0, ignore_eos=True)
 
 
 def request_to_decode(message: Generate, now: float) -> Request:
@@ -115,12 +116,12 @@ def request_to_prefill(message: Generate | Resume, now: float) -> Request:
     If tokens are computed again to continue an output elsewhere, prompt and output together are the prompt, except for
     the output's last token: the decode node computes it.
     """
-    if isinstance(message, Resume):
-        request = _request(message, message.prompt, DISCARDED_SAMPLING, now)
-        request.is_charged = True  # when its prompt came for the first time
+    if isinstance(message, Resume) or message.output:
+        prompt = message.prompt if isinstance(message, Resume) else message.prompt + message.output[:-1]
+        request = _request(message, prompt, DISCARDED_SAMPLING, now)
+        request.expected_output = 1
+        request.is_charged = isinstance(message, Resume)  # when its prompt came for the first time
         return request
-    if message.output:
-        return _request(message, message.prompt + message.output[:-1], DISCARDED_SAMPLING, now)
     request = _request(message, message.prompt, message.sampling, now)
     request.expected_output = message.expected_output
     request.slo_ttft_s = message.slo_ttft_s

@@ -5,9 +5,7 @@ ten times a second while it starts and stops.
 """
 
 import asyncio
-import errno
 import logging
-import math
 import socket
 import ssl
 from collections.abc import Sequence
@@ -19,6 +17,7 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from common.errors import ConfigError
+from common.system.loop_errors import LoopErrors
 from gateway.http.http_connection import HttpConnection
 from gateway.http.request_cycle import STALL_S, ConnectionOptions
 
@@ -27,31 +26,6 @@ STOP_S = 1.0
 BACKLOG = 1024
 #: How long a TLS handshake may take.
 HANDSHAKE_S = 10.0
-#: Seconds between two log lines that say that no connection can be accepted.
-FULL_S = 60.0
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-log = logging.getLogger(__name__)
-
-
-class LoopErrors:
-    """Reports what fails on the event loop and in no task, as asyncio does by default, except for one flood.
-
-    While this process can have no further connection, asyncio reports that with a traceback up to ``BACKLOG`` times for
-    each attempt to accept those that wait, and it attempts that several times a second.
-    """
-
-    def __init__(self) -> None:
-        self._said_at = -math.inf
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not (isinstance(error, OSError) and error.errno in EXHAUSTED and "socket" in context):
-            loop.default_exception_handler(context)
-        elif loop.time() - self._said_at >= FULL_S:
-            self._said_at = loop.time()
-            reason = error.strerror
-            log.error("no further connection can be accepted until others end: %s; raise ulimit -n", reason)
 
 
 class HttpServer:

@@ -42,6 +42,7 @@ from gateway.requests.attempts.further_attempts import (
     confirm_loss,
     end_by_failure,
     end_by_loss,
+    end_by_wrong_token,
 )
 from gateway.requests.attempts.moves import Moves
 from gateway.requests.attempts.recovery import AttemptEnd
@@ -557,6 +558,11 @@ class Dispatcher:
         flight = self._in_flight.concerned(sender, message)
         if flight is None:
             self._channel.send(Abort(message.rid, message.attempt), sender)
+            return
+        if min(message.tokens, default=0) < 0 or max(message.tokens, default=0) >= flight.vocab_size:
+            end = end_by_wrong_token(flight, sender)
+            log.error("%s", end.message)
+            self._recover(flight, end)
             return
         if flight.is_prefill_counted and message.index == flight.num_continued and flight.pair is not None:
             flight.is_prefill_counted = False

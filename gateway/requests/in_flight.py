@@ -27,6 +27,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
         pair, nodes: None and empty while it waits. Only ``InFlightTable.place`` sets the nodes.
         attempt: nodes know the request by this number and its rid.
         revision: configuration and weights of its nodes.
+        vocab_size: of its nodes.
         num_continued: output tokens that the stream had when the attempt began.
         began_at: when the attempt was sent.
         is_prefill_counted: the router counts the prompt as one that the prefill node has to compute.
@@ -48,6 +49,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
     nodes: tuple[str, ...] = ()
     attempt: int = 0
     revision: str = ""
+    vocab_size: int = 0
     num_continued: int = 0
     began_at: float = 0.0
     is_prefill_counted: bool = False
@@ -81,7 +83,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
         self.attempt, self.began_at = attempt, now
         self.num_continued = len(stream.ids)
         self.is_prefill_counted = True
-        self.revision = nodes[-1].revision
+        self.revision, self.vocab_size = nodes[-1].revision, nodes[-1].register.vocab_size
         stream.sent_at = stream.sent_at or now
         stream.attempt = attempt
         stream.num_attempts += 1

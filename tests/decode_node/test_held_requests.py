@@ -131,6 +131,17 @@ def test_a_lone_held_request_that_is_let_go_goes_on_though_a_more_urgent_one_cam
     assert node.run() == ["urgent", "slow"]
 
 
+def test_a_held_request_that_waits_takes_no_pages_from_others() -> None:
+    node = Node(num_pages=12)
+    node.run_in("running", 24, 0, new=8)
+    node.submit("urgent", 32, 20, new=4)
+    hold(node, "urgent")
+    assert node.step() == ["running"]
+    let_go(node, "urgent")
+    assert node.step() == []
+    assert node.state("running") is State.RETRACTED
+
+
 def test_a_held_request_can_be_aborted() -> None:
     node = Node(rules=OFF)
     for rid in ("paused", "retracted"):

@@ -11,7 +11,18 @@ from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
 from common.stage_spans import MAX_CHUNKS, StageLog
-from common.wire.messages import RESUMED, Abort, Closed, Decisions, Flush, Flushed, GetDecisions, Reprioritize, Resume
+from common.wire.messages import (
+    RESUMED,
+    Abort,
+    Closed,
+    Decisions,
+    Flush,
+    Flushed,
+    GetDecisions,
+    Reprioritize,
+    Resume,
+    SetPaused,
+)
 from decode_node.request_state import TABLE as DECODE_TABLE
 from decode_node.request_state import Event as DecodeEvent
 from decode_node.request_state import State as DecodeState
@@ -407,6 +418,22 @@ def test_a_message_may_carry_several_tokens() -> None:
         cluster.run()
         assert answer.output == expected_output((1, 2, 3), 10)
         assert answer.num_messages == num_messages  # the first token alone, then 9 tokens as 4, 4 and 1
+
+
+def test_tokens_that_wait_to_fill_a_message_are_sent_when_their_request_is_interrupted() -> None:
+    cluster = LocalCluster(stream_interval=100)
+    answer = cluster.submit("a", (1, 2, 3), sampling(50))
+    decode = cluster.decode[0]
+    while (request := decode.role.requests().get(("a", answer.attempt))) is None or len(request.output) < 10:
+        cluster.step()
+    assert len(answer.output) == 1
+    cluster.tell(decode, SetPaused("a", answer.attempt, is_paused=True))
+    cluster.settle(3)
+    assert request.slot < 0
+    assert answer.output == tuple(request.output)
+    cluster.tell(decode, SetPaused("a", answer.attempt, is_paused=False))
+    cluster.run()
+    assert answer.output == expected_output((1, 2, 3), 50)
 
 
 @pytest.mark.parametrize(("latency", "num_overlapped"), [(0, 1), (20, 0)])

@@ -90,8 +90,10 @@ class GatewayLink:
         self.most_held_tokens = register.most_held_tokens
         self.send(structs.replace(register, share=None if self._is_alone else 0))
 
-    def follow(self, now: float) -> str:
+    def follow(self, now: float, loss_level: int) -> str:
         """Follows the connection. Returns the incarnation of a gateway that was lost with it; empty if none was.
+
+        A loss is logged at ``loss_level``.
 
         It may break and come up again between two calls, several times. So what came before a call that registers the
         node is dropped: it may be of a process that has ended.
@@ -102,7 +104,7 @@ class GatewayLink:
             self._report_failure(events.failure)
         if events.disconnected:
             if events.failure is None:
-                log.warning("the gateway at %s is gone; dialling it again", self.address)
+                log.log(loss_level, "the gateway at %s is gone; dialling it again", self.address)
             lost, self.incarnation = self.incarnation, ""
             self.is_registered, self.is_dialling = False, True
             self.client_load = ClientLoad()

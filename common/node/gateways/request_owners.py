@@ -152,7 +152,8 @@ class RequestOwners:
         return ended
 
     def reclaim(self, gateway: str) -> list[RequestKey]:
-        """A gateway has registered this node again and dropped its requests here. Returns those to be ended."""
+        """A gateway has registered this node again, or refused it, and dropped its requests here. Returns those to be
+        ended."""
         self._lost.pop(gateway, None)
         running = [key for key, owned in self._requests.items() if owned.gateway == gateway and owned.ended_at is None]
         for key in running:

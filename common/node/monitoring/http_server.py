@@ -18,6 +18,7 @@ from typing import NamedTuple
 import h11
 
 from common.errors import ConfigError
+from common.system.loop_errors import LoopErrors
 from common.wire.address import in_url
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class HttpServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
+        self._loop.set_exception_handler(LoopErrors())
         server = await asyncio.start_server(self._exchange, sock=self._listener, limit=MAX_REQUEST_BYTES)
         async with server:
             await self._is_stopping.wait()

@@ -123,6 +123,20 @@ def end_by_failure(flight: InFlightRequest, sender: str, message: Failed, now: f
     )
 
 
+def end_by_wrong_token(flight: InFlightRequest, sender: str) -> AttemptEnd:
+    """How an attempt ends at a token id that the model does not have: the node is broken, or the request breaks it."""
+    pair = flight.pair
+    assert pair is not None
+    name = flight.stream.prefill if sender == pair.prefill else flight.stream.decode
+    return AttemptEnd(
+        ErrorCode.INTERNAL,
+        f"node {name} sent a token id outside of the vocabulary of {flight.vocab_size}",
+        avoid=frozenset({sender}),
+        decode=None if sender == pair.decode else pair.decode,
+        is_loss=True,
+    )
+
+
 def confirm_loss(flight: InFlightRequest, incarnation: str, alive_until: float, now: float) -> RequestError | None:
     """Takes the loss of a node as the proof of what another node has reported before. Returns the error of a request
     that ends by that."""

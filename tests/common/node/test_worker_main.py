@@ -1,6 +1,7 @@
 """The node process: its sizes, its engine thread and its event loop."""
 
 import contextlib
+import logging
 import os
 import platform
 import select
@@ -10,12 +11,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.engine.synchronous_executor import SynchronousExecutor
 from support.kv.kv_fakes import MemfdStore
 
@@ -49,19 +53,23 @@ from common.sampling_params import SamplingParams
 from common.step_plan import StepPlan, StepResult
 from common.wire.mailbox import ConnectionEvents, Envelope, Mailbox
 from common.wire.messages import (
+    Abort,
     Adapter,
     Adapters,
     AdapterUnused,
     Connect,
     Deregister,
+    Find,
     FromNode,
     Generate,
     Message,
     Peer,
     Ping,
     PrefillNodes,
+    Refused,
     Registered,
     Tokens,
+    Unknown,
     UnloadAdapter,
 )
 from decode_node.factory import build
@@ -393,7 +401,7 @@ def test_a_link_that_is_left_while_others_are_read_is_not_read(monkeypatch: pyte
         arrived = {first.mailbox: [Envelope("1" * 32, Registered(1, 1.0))]}
         monkeypatch.setattr(Mailbox, "receive", lambda self, **_: [] if self._socket.closed else arrived.pop(self, []))
         followed: list[GatewayLink] = []
-        monkeypatch.setattr(GatewayLink, "follow", lambda self, now: followed.append(self) or "")
+        monkeypatch.setattr(GatewayLink, "follow", lambda self, now, level: followed.append(self) or "")
         node._receive(0.0)
         assert (followed, list(node._links)) == ([first], [first])
 
@@ -491,6 +499,97 @@ def test_a_letter_that_came_before_the_connection_was_made_again_in_one_turn_is_
         node._receive(0.0)
     gateway.close()
     assert role.heard == []
+
+
+@pytest.mark.parametrize("has_signal", [False, True])
+def test_the_loss_of_another_process_is_a_warning_unless_this_one_stops_too(
+    has_signal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), node_of(Watched()) as node:
+        (link,) = node._links
+        monkeypatch.setattr(link.mailbox, "connection_events", lambda: ConnectionEvents(False, True))
+        monkeypatch.setattr(node._listen, "lost_peers", lambda peers: ["d" * 32])
+        monkeypatch.setattr(node._sources, "lost", lambda: ["p" * 32])
+        monkeypatch.setattr(node._role, "peer_lost", lambda peer, now: None, raising=False)
+        if has_signal:
+            node.drain(1.0)
+        node._receive(0.0)
+        level = "INFO" if has_signal else "WARNING"
+        assert [record.levelname for record in caplog.records if "is gone" in record.message] == [level] * 3
+
+
+def test_the_requests_of_a_gateway_that_refuses_the_node_end_there() -> None:
+    role = Told()
+    with node_of(role, "127.0.0.1:1", "127.0.0.1:2") as node:
+        first, second = node._links
+        for link, gateway in ((first, "1" * 32), (second, "2" * 32)):
+            node._on_gateway(link, gateway, Registered(1, 1.0), 0.0)
+            for rid, key in (("plain", ""), ("with-key", "k")):
+                sampling = SamplingParams()
+                own = {"timeout_s": 9.0, "key": key and gateway}
+                generate = Generate(rid + gateway[0], 0, (1,), sampling, prefill=None, decode=None, **own)
+                node._on_gateway(link, gateway, generate, 0.0)
+        role.heard.clear()
+        node._on_gateway(first, "1" * 32, Refused("its weights are others"), 0.0)
+        assert role.heard == [Abort("plain1", 0, "continued"), Abort("with-key1", 0, "continued")]
+        assert list(node._links) == [second]
+
+
+class Computing(Watched):
+    """Has the requests that gateways have sent and not ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_node: dict[RequestKey, Request] = {}
+
+    def on_gateway(self, message: Message, now: float) -> None:
+        if isinstance(message, Generate):
+            key = (message.rid, message.attempt)
+            self.on_node[key] = Request(*key, prompt=message.prompt, sampling=message.sampling)
+        elif isinstance(message, Abort):
+            self.on_node.pop((message.rid, message.attempt), None)
+
+    def requests(self) -> dict[RequestKey, Request]:
+        return self.on_node
+
+
+GATEWAY_EVENTS = ("generate", "generate", "keyed", "registered", "unknown", "refused", "lost", "restarted", "find")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(GATEWAY_EVENTS), st.integers(0, 1)), max_size=20))
+def test_a_node_computes_nothing_that_no_gateway_waits_for_or_may_ask_for(events: list[tuple[str, int]]) -> None:
+    role = Computing()
+    with pytest.MonkeyPatch.context() as patch, node_of(role, "127.0.0.1:1", "127.0.0.1:2") as node:
+        patch.setattr(GatewayLink, "register", lambda self: None)
+        patch.setattr(GatewayLink, "send", lambda self, *messages: None)
+        links, names = list(node._links), ["a" * 32, "b" * 32]
+        for number, (kind, index) in enumerate([("registered", 0), ("registered", 1), *events]):
+            link = links[index]
+            if link not in node._links or (link.is_dialling and kind != "registered"):
+                continue
+            say = partial(node._on_gateway, link, names[index], now=0.0)
+            if kind in ("generate", "keyed"):
+                key = f"k{number}" if kind == "keyed" else ""
+                say(message=Generate(f"r{number}", 0, (1,), SamplingParams(), None, None, timeout_s=9.0, key=key))
+            elif kind in ("registered", "restarted"):
+                names[index] = f"{number}".rjust(32, names[index][0]) if kind == "restarted" else names[index]
+                link.is_dialling = False
+                node._on_gateway(link, names[index], Registered(1, 1.0), 0.0)
+            elif kind == "find":
+                say(message=Find(tuple(owned.digest for owned in node._owners._requests.values() if owned.digest)))
+            elif kind == "lost":
+                with patch.context() as broken:
+                    broken.setattr(link.mailbox, "connection_events", lambda: ConnectionEvents(False, True))
+                    node._receive(0.0)
+            else:
+                say(message=Unknown() if kind == "unknown" else Refused("its weights are others"))
+            waiting = {one.incarnation for one in node._links if one.is_registered}
+            for request_key in role.on_node:
+                owned = node._owners._requests[request_key]
+                assert owned.gateway in waiting or (owned.digest and owned.gateway in node._owners._lost)
+            if node.refused is not None:
+                break
 
 
 def test_the_tokens_of_a_turn_leave_together_for_each_gateway(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,14 @@ from common.config.gateway import GatewayConfig
 from common.config.node import NodeConfig
 from common.config.scheduling import POLICIES, PriorityRules, SchedulingOptions
 from common.errors import ConfigError
+from common.node.request_messages import request_to_prefill
 from common.request import Request
+from common.sampling_params import SamplingParams
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.base import FirstComeFirstServed
 from common.scheduling.policies.factory import _POLICIES, NEED_CACHE, make_ordering, make_policy
 from common.scheduling.waiting_queue import WaitingQueue
+from common.wire.messages import RESUMED, Generate, Resume
 
 
 def queue_of(name: str, cache: RadixCache | None, *requests: Request, **options: Any) -> WaitingQueue:
@@ -57,6 +60,21 @@ def test_longest_output_first_orders_by_allowed_output() -> None:
         0,
         2,
     ]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Resume("r", RESUMED, (1, 2, 3), timeout_s=9.0),
+        Generate("r", 1, (1, 2), SamplingParams(), None, None, timeout_s=9.0, output=(3, 4)),
+    ],
+)
+@pytest.mark.parametrize("policy", ["lof", "short-first"])
+def test_tokens_that_are_only_computed_again_do_not_wait_for_every_new_prompt(
+    message: Resume | Generate, policy: str
+) -> None:
+    """Their output has begun, and on this node they cost no more than a prompt."""
+    assert places(queue_of(policy, None, request(3, max_new=999), request_to_prefill(message, 0.0))) == [1, 0]
 
 
 def test_random_gives_a_new_order_each_time_and_repeats_with_its_seed() -> None:

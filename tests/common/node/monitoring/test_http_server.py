@@ -1,6 +1,7 @@
 """A node's HTTP server against raw sockets: answers, limits of size, number and time, and a clean stop."""
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -183,6 +184,21 @@ def test_the_stop_closes_the_port_the_connections_and_every_descriptor():
         socket.create_connection(address, timeout=60)
     assert threading.active_count() <= num_threads  # fewer, if one of an earlier test has ended meanwhile
     assert descriptors() <= before
+
+
+def test_connections_that_cannot_be_accepted_are_reported_once(caplog):
+    listener = listen("127.0.0.1", 0)
+    address = listener.getsockname()
+    running = HttpServer(listener, {})
+    assert status(exchange(address, REQUEST)) == 404  # it serves by now
+    full = OSError(errno.EMFILE, "Too many open files")
+    for _ in range(1_000):
+        context = {"message": "socket.accept() out of system resource", "exception": full, "socket": None}
+        running._loop.call_soon_threadsafe(running._loop.call_exception_handler, context)
+    running.close()
+    assert caplog.messages == [
+        "no further connection can be accepted until others end: Too many open files; raise ulimit -n"
+    ]
 
 
 def test_a_port_in_use_is_named():

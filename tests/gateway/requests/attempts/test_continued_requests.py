@@ -1,6 +1,7 @@
 """Requests whose nodes are lost or fail: the stream gets every token once, whatever happens when."""
 
 import pytest
+from support.gateway.fake_nodes import PADDED_VOCAB
 from support.gateway.played_cluster import PlayedCluster, Text, output_of, token_of
 
 from common.errors import ErrorCode
@@ -99,6 +100,44 @@ def test_tokens_that_came_before_the_first_one_are_not_mixed_with_those_of_the_n
     assert len(stream.ids) == 1
     cluster.decode("a", 20)
     assert stream.ids == output_of(stream)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("token", [-1, PADDED_VOCAB, 1 << 40])
+def test_a_token_id_that_the_model_does_not_have_is_a_failure_of_its_node(
+    role: str, token: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = PlayedCluster()
+    stream = cluster.come("a")
+    if role == "decode":
+        cluster.prefill("a")
+    broken = cluster.node_of(role, "a")
+    known = len(stream.ids)
+    cluster.dispatcher.on_tokens(broken, Tokens("a", stream.attempt, known, (5, token)))
+    cluster.wait(0.0)
+    name = f"{role}-{broken[len(role) + 1]}"
+    assert caplog.messages == [f"node {name} sent a token id outside of the vocabulary of {PADDED_VOCAB}"]
+    assert (len(stream.ids), cluster.generate(broken, "a")) == (known, None)
+    cluster.wait(1.0)
+    cluster.prefill("a")
+    cluster.decode("a", 20)
+    assert (stream.ids, stream.num_attempts) == (output_of(stream), 2)
+    cluster.check_idle()
+
+
+def test_a_request_whose_every_attempt_has_wrong_token_ids_ends() -> None:
+    cluster = PlayedCluster(decodes=3)
+    stream = cluster.come("a")
+    for _ in range(3):
+        assert stream.error is None
+        broken = cluster.node_of("decode", "a")
+        cluster.dispatcher.on_tokens(broken, Tokens("a", stream.attempt, 0, (-1,)))
+        cluster.wait(5.0)
+    assert stream.error is not None
+    assert stream.error.code is ErrorCode.NODE_LOST
+    assert "sent a token id outside of the vocabulary" in stream.error.message
+    assert len(cluster.pool.registry.decodes) == 3, "one request ends no nodes"
+    cluster.check_idle()
 
 
 def test_a_request_for_one_token_goes_to_another_prefill_node() -> None:

@@ -14,7 +14,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("come"), st.integers(1, 12)),
     st.tuples(
         st.sampled_from(
-            ["prefill", "prefill", "decode", "decode", "arrive", "arrive", "lose", "start", "late", "wait"]
+            ["prefill", "prefill", "decode", "decode", "arrive", "arrive", "lose", "start", "late", "wrong", "wait"]
         ),
         st.integers(0, 99),
     ),
@@ -56,6 +56,10 @@ class RandomHistory:
         elif kind == "late":
             for node, message in self.old[number % 4 :][:1]:
                 cluster.dispatcher.on_tokens(node, Tokens(message.rid, message.attempt, len(message.output), (251,)))
+        elif kind == "wrong":
+            for node, message in work[number % max(len(work), 1) :][:1]:
+                cluster.dispatcher.on_tokens(node, Tokens(message.rid, message.attempt, len(message.output), (-1,)))
+                cluster.turn()
         elif kind == "arrive":
             for node, message in self.delayed[:1]:
                 self.delayed.remove((node, message))
