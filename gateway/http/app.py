@@ -50,6 +50,8 @@ OTHER_PATHS = {
     "/version": "/server_info",
     "/get_server_info": "/server_info",
     "/model_info": "/get_model_info",
+    "/get_load": "/v1/live",
+    "/load": "/v1/live",
     "/reset_prefix_cache": "/flush_cache",
 }
 

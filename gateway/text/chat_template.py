@@ -193,6 +193,11 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
         raise ConfigError(f"--model {folder}: {name} cannot be read: {error}") from error
 
 
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Texts of the special tokens of a folder's tokenizer, by name. Raises ConfigError: a file cannot be read."""
+    return _special_tokens(_tokenizer_config(folder))
+
+
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by name; each is written as a string or as an object with ``content``."""
     tokens: dict[str, str] = {}
