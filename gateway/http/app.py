@@ -18,6 +18,7 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from common.errors import ErrorCode, RequestError
+from common.version import VERSION
 from gateway.http.access.request_checks import RequestChecks
 from gateway.http.errors import HttpError, error_response
 from gateway.http.formatters.common import as_error
@@ -41,7 +42,7 @@ from gateway.http.routes import (
     unsupported,
     workers,
 )
-from gateway.http.services import Services, baton_version
+from gateway.http.services import Services
 
 #: What paths of vLLM and SGLang are called here.
 OTHER_PATHS = {
@@ -93,7 +94,7 @@ def make_app(
     app = GatewayApp(
         list(generating),
         title="Baton",
-        version=baton_version(),
+        version=VERSION,
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,  # FastAPI's page loads scripts of other servers, which could read the key of the live page

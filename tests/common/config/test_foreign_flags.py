@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from scripts.load_tester.config import LoadtestConfig
 
 FLAGS = {found.flag for cls in CLASSES.values() for found in options_of(cls).values()}
-OWN = FLAGS | {"--no-" + flag[2:] for flag in FLAGS} | {"--config", "--help"}
+OWN = FLAGS | {"--no-" + flag[2:] for flag in FLAGS} | {"--config", "--version", "--help"}
 ALL_ALIASES = [flag for name in ALIASES for flag in aliases_of(name)]
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "flags.md").read_text()
 
