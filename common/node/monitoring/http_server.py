@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import h11
 
-from common.errors import ConfigError
-from common.wire.address import in_url
+from common.wire.address import cannot_bind, in_url
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
     except OSError as error:
-        raise ConfigError(f"cannot bind --http-host {host} --http-port {port}: {error.strerror or error}") from error
+        raise cannot_bind("--http-host", host, "--http-port", port, error) from error
 
 
 def address_of(listener: socket.socket, reachable_host: str) -> str:

@@ -188,7 +188,7 @@ def test_the_stop_closes_the_port_the_connections_and_every_descriptor():
 def test_a_port_in_use_is_named():
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot bind --http-host 127.0.0.1 --http-port {port}: Address already"):
+        with pytest.raises(ConfigError, match=f"cannot bind --http-host 127.0.0.1 --http-port {port}: address already"):
             listen("127.0.0.1", port)
 
 
