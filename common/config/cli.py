@@ -86,7 +86,11 @@ def _typed(cls: type, words: Sequence[str], *, command: str, help: str) -> dict[
         )
     )
     parser = GroupedCommand(
-        command, params=params, help=help, epilog=_footer(cls), context_settings={"max_content_width": 100}
+        command,
+        params=params,
+        help=help,
+        epilog=_footer(cls),
+        context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
     )
     try:
         with parser.make_context(command, list(words)) as context:
@@ -97,9 +101,11 @@ def _typed(cls: type, words: Sequence[str], *, command: str, help: str) -> dict[
         sys.exit(output_failed(command, error))
     except click.NoSuchOption as error:
         known = [flag for param in params for flag in (*param.opts, *param.secondary_opts)]
+        flag = error.option_name  # of a word such as -pp only -p
+        flag = next((word for word in words if word.startswith(flag) and not flag.startswith("--")), flag).split("=")[0]
         if not is_serving:
-            raise ConfigError(unknown_option(error.option_name, known)) from None
-        raise ConfigError(unknown_flag(error.option_name, known, _commands_by_flag())) from None
+            raise ConfigError(unknown_option(flag, known)) from None
+        raise ConfigError(unknown_flag(flag, known, _commands_by_flag())) from None
     except click.UsageError as error:
         is_stray = "unexpected extra argument" in error.message
         remedy = "; give a model as --model" if is_serving else STRAY_WORDS.get(command, "")
