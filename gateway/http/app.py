@@ -160,7 +160,8 @@ def _handle_exceptions(app: FastAPI) -> None:
 def _other_path(app: FastAPI, scope: Scope) -> str:
     """What to do about a path that does not exist: clients often have a base URL with or without the ``/v1``."""
     path = scope["path"]
-    for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/"), OTHER_PATHS.get(path, path)):
+    plain = path.replace("//", "/").rstrip("/")
+    for other in (f"/v1{path}", path.removeprefix("/v1"), plain, OTHER_PATHS.get(path, path)):
         if other != path and _is_served(app, {**scope, "path": other}):
             return f"did you mean {other}?"
     return "/openapi.json lists all that do"

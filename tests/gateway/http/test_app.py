@@ -46,6 +46,7 @@ async def test_an_error_about_a_path_names_the_path_beside_or_without_v1(stack):
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/v1/messages", "did you mean /v1/messages?"),
         ("/v1/messages/count_tokens/", "did you mean /v1/messages/count_tokens?"),
+        ("//v1/messages", "did you mean /v1/messages?"),
         ("/v1/tokenize", "did you mean /tokenize?"),
         ("/reset_prefix_cache", "did you mean /flush_cache?"),
         ("/nothing", "/openapi.json lists all that do"),
