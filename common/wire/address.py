@@ -4,12 +4,8 @@ import errno
 import ipaddress
 import os
 import re
-from typing import TYPE_CHECKING
 
-from common.errors import ConfigError
-
-if TYPE_CHECKING:
-    import zmq
+from common.errors import ConfigError, reason_of
 
 _ZONE = re.compile(r"%.*[^A-Za-z0-9_.-]")  # of an IPv6 address, which zmq would not take
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}")
@@ -69,12 +65,12 @@ def zmq_endpoint(address: str) -> str:
     return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
 
 
-def cannot_bind(host_flag: str, host: str, port_flag: str, port: int, error: "OSError | zmq.ZMQError") -> ConfigError:
-    """The error of an address at which a process cannot listen; it names the flag to change."""
-    number = error.errno or 0
+def cannot_bind(host_flag: str, host: str, port_flag: str, port: int, error: Exception) -> ConfigError:
+    """The error of an address at which a process cannot listen: what an OSError or a ZMQError says, and the remedy."""
+    number = getattr(error, "errno", None) or 0
     wrong = port_flag if number in (errno.EADDRINUSE, errno.EACCES) else host_flag
     # Not ``strerror``, in which asyncio and ZeroMQ repeat the address.
-    reason = os.strerror(number).lower() if number in errno.errorcode else error.strerror or str(error)
+    reason = os.strerror(number).lower() if number in errno.errorcode else reason_of(error)
     return ConfigError(f"cannot bind {host_flag} {host} {port_flag} {port}: {reason}; choose another with {wrong}")
 
 
