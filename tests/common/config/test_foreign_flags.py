@@ -151,6 +151,8 @@ def test_a_flag_of_another_command_is_answered_with_the_commands_that_take_it() 
         ConfigError, match=r"^--block-size is not an option of this command, but of serve, prefill, decode$"
     ):
         parse(GatewayConfig, ["--block-size", "32"], command="gateway")
+    with pytest.raises(ConfigError, match=r"^--retraction-policy is not an option of this command, but of serve, pre"):
+        parse(GatewayConfig, ["--retraction-policy", "priority"], command="gateway")
     with pytest.raises(ConfigError, match=r"^--port is not an option of this command, but of serve, gateway$"):
         parse(NodeConfig, ["--port", "1"], command="decode")
 
