@@ -157,9 +157,10 @@ def test_a_flag_of_another_command_is_answered_with_the_commands_that_take_it() 
         parse(NodeConfig, ["--port", "1"], command="decode")
 
 
-def test_help_shows_aliases_beside_their_flag(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_shows_aliases_beside_their_flag(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        resolve(NodeConfig, ["--help"], command="decode")
+        resolve(NodeConfig, [word], command="decode")
     shown = " ".join(capsys.readouterr().out.split())
     assert "--page-size, --block-size INT Tokens per KV page" in shown
     assert "--enable-metrics" not in shown

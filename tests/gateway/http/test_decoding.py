@@ -178,6 +178,9 @@ def test_half_of_a_character_is_refused_by_what_it_is(text):
     assert decoded(CompletionRequest, {"prompt": "\ud83d\ude80"})[0].prompt == "\U0001f680"
     with pytest.raises(RequestError, match="not valid JSON"):
         decode(CompletionRequest, b'{"prompt": "\\u12"}')
+
+
+def test_a_byte_order_mark_is_refused_by_what_it_is():
     with pytest.raises(RequestError, match="byte order mark"):
         decode(CompletionRequest, b'\xef\xbb\xbf{"prompt": "a"}')
 
