@@ -53,6 +53,11 @@ RECOVERABLE = frozenset(
 )
 
 
+def reason_of(error: Exception) -> str:
+    """Why something failed; of an OSError without its number and path, for messages that name the path already."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 class BatonError(Exception):
     """Base class of Baton's errors, except for failed assertions."""
 

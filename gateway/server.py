@@ -27,7 +27,7 @@ from common.discovery.announcement import Announcement
 from common.discovery.etcd import EtcdStore
 from common.errors import ConfigError
 from common.plugins import load_app_plugin, load_priority_function
-from common.wire.address import in_url, zmq_endpoint
+from common.wire.address import cannot_bind, in_url, zmq_endpoint
 from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromNode
@@ -229,7 +229,7 @@ class Gateway:
                 self._http = HttpServer(app, self._options, self._tls)
                 await self._http.start(config.host, config.port)
         except OSError as error:
-            raise _cannot_bind("port", config.port, config.host, error) from error
+            raise cannot_bind("--host", config.host, "--port", config.port, error) from error
 
     def _announce(self, incarnation: str) -> None:
         """Makes this gateway known: through etcd, and to the nodes that ``--prefill`` and ``--decode`` name."""
@@ -286,7 +286,9 @@ class Gateway:
             mailbox = Mailbox(self._context, incarnation, FromNode, bind=bind, curve=curve)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise _cannot_bind("control-port", config.control_port, config.control_host, error) from error
+            raise cannot_bind(
+                "--control-host", config.control_host, "--control-port", config.control_port, error
+            ) from error
         return mailbox, MailboxChannel(mailbox, bind)
 
     @property
@@ -386,9 +388,3 @@ class Gateway:
 @functools.cache
 def _without_parameters(path: str) -> str:
     return re.sub(r"\{.*", "*", path)
-
-
-def _cannot_bind(flag: str, port: int, host: str, error: OSError | zmq.ZMQError) -> ConfigError:
-    reason = (error.strerror or str(error)).lower()
-    host_flag = "control-host" if flag == "control-port" else "host"
-    return ConfigError(f"cannot bind --{host_flag} {host} --{flag} {port}: {reason}")

@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 
 from common.standard_output import OUTPUT_ERRORS, output_failed
+from common.version import VERSION
 
 INTERRUPTED = 130
 
@@ -39,7 +40,7 @@ Usage: baton COMMAND [OPTIONS]
   chaos     a service under load and faults, with proof that nothing is lost
   bench     one benchmark by name
 
-baton COMMAND --help shows a command's options."""
+baton COMMAND --help shows a command's options, baton --version the version."""
 
 
 def main() -> int:
@@ -66,6 +67,9 @@ def _run(words: list[str]) -> int:
     if command in MAINS:
         status: int = import_module(MAINS[command]).main(rest)
         return status
+    if command == "--version":
+        print(f"baton {VERSION}")
+        return 0
     is_question = command in ("-h", "--help", "help")
     print(
         USAGE if is_question or not command else f"baton: {command} is not a command\n\n{USAGE}",

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from common.cache.eviction import EvictionPolicy
 from common.config.options import check_unset, option
@@ -80,6 +80,22 @@ class BatchingOptions:
         "below 1 reserve fewer.",
         minimum=0.0,
     )
+    retraction_policy: Literal["auto", "shortest-output", "priority"] = option(
+        "auto",
+        "The request that a decode node retracts when it runs out of pages: shortest-output (least work lost) or "
+        "priority (the least urgent); auto is priority with --enable-priority-scheduling, else shortest-output.",
+    )
+    num_reserved_decode_tokens: int | None = option(
+        None,
+        "Tokens that a decode node reserves for the output of each request. Without it: the expected output.",
+        minimum=0,
+    )
+    resume_prefill_threshold: int | None = option(
+        1024,
+        "A retracted request with more uncached tokens than this is computed again by its prefill node, any other by "
+        "the decode node; none: all by the decode node.",
+        minimum=0,
+    )
 
 
 #: Options that act only where prompts of one step share its chunk budget.
@@ -119,6 +135,8 @@ def check_batching(config: Any) -> None:
         raise ConfigError("--radix-eviction-policy has no effect with --disable-radix-cache; leave one out")
     if config.radix_eviction_policy == "priority" and not config.enable_priority_scheduling:
         raise ConfigError("--radix-eviction-policy priority needs --enable-priority-scheduling; add that")
+    if config.retraction_policy == "priority" and not config.enable_priority_scheduling:
+        raise ConfigError("--retraction-policy priority needs --enable-priority-scheduling; add that")
     if config.num_reserved_decode_tokens is not None and config.schedule_conservativeness != 1.0:
         raise ConfigError("--schedule-conservativeness has no effect with --num-reserved-decode-tokens; leave one out")
     if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:

@@ -21,6 +21,7 @@ from common.config.serve import ServeConfig
 from common.config.shared import OTHER_VARIABLES, SMALL_MODEL
 from common.errors import ConfigError
 from common.standard_output import output_failed
+from common.version import VERSION
 
 Config = TypeVar("Config")
 
@@ -74,25 +75,47 @@ def _typed(cls: type, words: Sequence[str], *, command: str, help: str) -> dict[
         params += [click.Option([flag], is_flag=True, hidden=True, expose_value=False) for flag in ALWAYS_ON]
     config_help = "TOML file with options as keys, in a table named after the command, or before all tables."
     params.append(click.Option(["--config"], metavar="FILE", help=config_help))
+    params.append(
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_version,
+            help="Show the version and exit.",
+        )
+    )
     parser = GroupedCommand(
-        command, params=params, help=help, epilog=_footer(cls), context_settings={"max_content_width": 100}
+        command,
+        params=params,
+        help=help,
+        epilog=_footer(cls),
+        context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
     )
     try:
         with parser.make_context(command, list(words)) as context:
             return {name: value for name, value in context.params.items() if value not in (None, ())}
-    except click.exceptions.Exit as done:  # --help
+    except click.exceptions.Exit as done:  # --help, --version
         sys.exit(done.exit_code)
-    except OSError as error:  # of --help
+    except OSError as error:  # of --help, --version
         sys.exit(output_failed(command, error))
     except click.NoSuchOption as error:
         known = [flag for param in params for flag in (*param.opts, *param.secondary_opts)]
+        flag = error.option_name  # of a word such as -pp only -p
+        flag = next((word for word in words if word.startswith(flag) and not flag.startswith("--")), flag).split("=")[0]
         if not is_serving:
-            raise ConfigError(unknown_option(error.option_name, known)) from None
-        raise ConfigError(unknown_flag(error.option_name, known, _commands_by_flag())) from None
+            raise ConfigError(unknown_option(flag, known)) from None
+        raise ConfigError(unknown_flag(flag, known, _commands_by_flag())) from None
     except click.UsageError as error:
         is_stray = "unexpected extra argument" in error.message
         remedy = "; give a model as --model" if is_serving else STRAY_WORDS.get(command, "")
         raise ConfigError(error.format_message() + (remedy if is_stray else "")) from None
+
+
+def _show_version(context: click.Context, option: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        print(f"baton {VERSION}", flush=True)
+        context.exit()
 
 
 class HelpFormatter(click.HelpFormatter):
@@ -122,7 +145,7 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         params = {param.name or "": param for param in self.get_params(ctx) if isinstance(param, click.Option)}
-        general = [name for name, param in params.items() if {"--config", "--help"} & set(param.opts)]
+        general = [name for name, param in params.items() if {"--config", "--version", "--help"} & set(param.opts)]
         shown = [name for name, param in params.items() if not param.hidden and name not in general]
         for title, names in sections(self.name or "", shown):
             with formatter.section(title):

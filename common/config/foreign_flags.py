@@ -14,7 +14,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "model": ("--model-path",),
     "context_length": ("--max-model-len",),
     "page_size": ("--block-size",),
-    "tp": ("--tensor-parallel-size", "--tp-size"),
+    "tp": ("--tensor-parallel-size", "--tp-size", "-tp"),
     "max_running_requests": ("--max-num-seqs",),
     "disable_radix_cache": ("--no-enable-prefix-caching/--enable-prefix-caching",),
     "disable_cuda_graph": ("--enforce-eager/--no-enforce-eager",),
@@ -54,20 +54,22 @@ _NO_TIERS = "KV pages stay on the device; --memory-fraction and --max-total-toke
 _MEMORY = "it includes the weights; give --memory-fraction, the share that KV pages take of what the weights leave free"
 _GRAMMARS = "llguidance is the only library for structured output; leave it out"
 _SEED = "the server has no seed; give `seed` in requests"
+_ALL_METHODS = "web pages of --allowed-origins may use all methods and headers; leave it out"
 _NO_CLIENT_CERTS = "clients prove themselves with keys; let a proxy before the gateway ask for their certificates"
 _CRASH_DUMP = "prompts are never logged; --record writes what a node does, prompts included, to a file"
 _DEFAULTS = "requests start from the model's generation_config.json; give other values in requests"
 _TEXT_ONLY = "Baton serves only text; leave it out"
 _OVERLAP = "a node on CUDA plans a step while another runs, unless --disable-overlap-schedule is given; leave it out"
+_ROUTING = "the gateway chooses nodes by cached prefixes and by load; leave it out"
 _SINGLE_STEPS = "each step is planned by itself; leave it out"
 _NO_STATISTICS = "the log has no statistics, which are in /metrics; leave it out"
 
 #: Flags without an equivalent, and what to do.
 NO_EQUAL: dict[str, str] = {
     # parallelism
-    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), _NO_STAGES),
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp", "-pp"), _NO_STAGES),
     **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep", "--enable-expert-parallel"), _ALL_EXPERTS),
-    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "--enable-dp-attention"), _MORE_NODES),
+    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "-dp", "--enable-dp-attention"), _MORE_NODES),
     **dict.fromkeys(("--dist-init-addr", "--nnodes", "--node-rank"), _NODES_DIAL),
     # prefill and decode on separate nodes
     "--disaggregation-mode": "start the command of the role: prefill or decode",
@@ -75,6 +77,7 @@ NO_EQUAL: dict[str, str] = {
     "--disaggregation-ib-device": "set UCX_NET_DEVICES in the environment, with --transport nixl",
     "--kv-transfer-config": "give --transport",
     "--worker-urls": _NODES_DIAL,
+    **dict.fromkeys(("--policy", "--prefill-policy", "--decode-policy", "--load-balance-method"), _ROUTING),
     "--pd-disaggregation": "the gateway always pairs prefill and decode nodes; leave it out",
     # weights and tokenizer
     "--quantization": _QUANTIZED,
@@ -126,11 +129,12 @@ NO_EQUAL: dict[str, str] = {
     "--enable-log-requests": "every request is logged when it has ended, without its prompt; leave it out",
     **dict.fromkeys(("--disable-log-requests", "--disable-uvicorn-access-log"), "give --no-log-requests"),
     "--log-requests-level": "--log-requests logs counts and times; prompts and outputs are never logged; leave it out",
-    "--disable-log-stats": _NO_STATISTICS,
+    **dict.fromkeys(("--disable-log-stats", "--decode-log-interval"), _NO_STATISTICS),
     "--crash-dump-folder": _CRASH_DUMP,
     "--skip-server-warmup": "serve sends a request for two tokens to see that it is ready; leave it out",
     **dict.fromkeys(("--otlp-traces-endpoint", "--enable-trace"), "give --otlp-endpoint"),
     "--middleware": "give --app-plugin, a function that may add middleware",
+    **dict.fromkeys(("--allowed-methods", "--allowed-headers"), _ALL_METHODS),
     "--distributed-executor-backend": "--tp starts the processes of a node; leave it out",
     "--base-gpu-id": "give --device cuda:N",
     **dict.fromkeys(("--watchdog-timeout",), "give the gateway --node-timeout: a silent node counts as lost"),
@@ -156,7 +160,7 @@ def unknown_flag(flag: str, known: Iterable[str], elsewhere: Mapping[str, list[s
         return f"{flag} of SGLang or vLLM has no equal in Baton: {NO_EQUAL[flag]}"
     if flag in elsewhere:
         return f"{flag} is not an option of this command, but of {', '.join(elsewhere[flag])}"
-    near = difflib.get_close_matches(flag, [*known, *NO_EQUAL], n=1, cutoff=0.75)
+    near = difflib.get_close_matches(flag, [*known, *NO_EQUAL], n=1, cutoff=0.85)
     if near and near[0] in NO_EQUAL:
         return f"{flag} is not a known option; {near[0]} of SGLang or vLLM has no equal in Baton: {NO_EQUAL[near[0]]}"
     return unknown_option(flag, known)

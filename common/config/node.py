@@ -153,6 +153,12 @@ class NodeConfig(
             )
 
     @property
+    def is_retracted_by_priority(self) -> bool:
+        return self.retraction_policy == "priority" or (
+            self.retraction_policy == "auto" and self.enable_priority_scheduling
+        )
+
+    @property
     def overrides(self) -> dict[str, Any]:
         """Keys of config.json that have other values than in the file."""
         return parse_overrides(self.hf_overrides)

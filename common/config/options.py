@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from common.errors import ConfigError
+from common.errors import ConfigError, reason_of
 
 ENV_PREFIX = "BATON_"
 
@@ -163,7 +163,7 @@ def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+        raise ConfigError(f"--config {path} cannot be read: {reason_of(error)}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
     commands = list(commands)

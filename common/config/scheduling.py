@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from common.config.options import check_unset, option
 from common.errors import ConfigError
@@ -105,22 +105,6 @@ class SchedulingOptions:
     max_skip_ahead: int = option(
         8, "Number of smaller requests that may overtake a request that does not fit into memory; 0: none.", minimum=0
     )
-    retraction_policy: Literal["auto", "shortest-output", "priority"] = option(
-        "auto",
-        "The request that a decode node retracts when it runs out of pages: shortest-output (least work lost) or "
-        "priority (the least urgent); auto is priority with --enable-priority-scheduling, else shortest-output.",
-    )
-    num_reserved_decode_tokens: int | None = option(
-        None,
-        "Tokens that a decode node reserves for the output of each request. Without it: the expected output.",
-        minimum=0,
-    )
-    resume_prefill_threshold: int | None = option(
-        1024,
-        "A retracted request with more uncached tokens than this is computed again by its prefill node, any other by "
-        "the decode node; none: all by the decode node.",
-        minimum=0,
-    )
 
     @property
     def class_weights(self) -> dict[str, float]:
@@ -136,12 +120,6 @@ class SchedulingOptions:
         """Class of requests that name none; empty without classes."""
         weights = self.class_weights
         return self.default_priority_class or min(weights, key=lambda name: weights[name], default="")
-
-    @property
-    def is_retracted_by_priority(self) -> bool:
-        return self.retraction_policy == "priority" or (
-            self.retraction_policy == "auto" and self.enable_priority_scheduling
-        )
 
     @property
     def priority_rules(self) -> PriorityRules:
@@ -202,8 +180,6 @@ def _check_priorities(config: Any) -> None:
             *("preemption_cooldown", "max_preemptions"),
         )
         check_unset(config, names, "has no effect without --enable-priority-scheduling; add that")
-        if config.retraction_policy == "priority":
-            raise ConfigError("--retraction-policy priority needs --enable-priority-scheduling; add that")
     elif config.abort_on_priority_when_disabled:
         raise ConfigError(
             "--abort-on-priority-when-disabled has no effect with --enable-priority-scheduling; leave one out"

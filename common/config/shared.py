@@ -124,7 +124,7 @@ class EngineOptions:
         "auto",
         "Where the weights come from: auto and safetensors read *.safetensors files; dummy draws random numbers, the"
         " same on all nodes, for benchmarks with config.json and tokenizer.json alone.",
-        metavar="{auto,safetensors,dummy}",
+        metavar="auto|safetensors|dummy",
     )
     weight_dtype: WeightDtype = option(
         "auto",

@@ -7,7 +7,7 @@ import zmq
 
 from common.config.node import NodeConfig
 from common.errors import ConfigError
-from common.wire.address import in_url, zmq_endpoint
+from common.wire.address import cannot_bind, in_url, zmq_endpoint
 from common.wire.curve import CurveKeys, fingerprint
 from common.wire.mailbox import SILENCE_S, Mailbox
 from common.wire.messages import ToListeningNode
@@ -102,6 +102,4 @@ def listen_mailbox(
         bind = zmq_endpoint(f"{in_url(host)}:{port}")
         return Mailbox(context, incarnation, ToListeningNode, bind=bind, curve=curve, silence_s=silence_s)
     except zmq.ZMQError as error:
-        raise ConfigError(
-            f"cannot bind --advertise-host {host} --data-port {port}: {error.strerror or error}"
-        ) from error
+        raise cannot_bind("--advertise-host", host, "--data-port", port, error) from error

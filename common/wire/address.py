@@ -1,9 +1,11 @@
 """Parses addresses, and checks whether other machines can reach them."""
 
+import errno
 import ipaddress
+import os
 import re
 
-from common.errors import ConfigError
+from common.errors import ConfigError, reason_of
 
 _ZONE = re.compile(r"%.*[^A-Za-z0-9_.-]")  # of an IPv6 address, which zmq would not take
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}")
@@ -61,6 +63,15 @@ def zmq_endpoint(address: str) -> str:
     """
     host, _, port = address.rpartition(":")
     return f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}"
+
+
+def cannot_bind(host_flag: str, host: str, port_flag: str, port: int, error: Exception) -> ConfigError:
+    """The error of an address at which a process cannot listen: what an OSError or a ZMQError says, and the remedy."""
+    number = getattr(error, "errno", None) or 0
+    wrong = port_flag if number in (errno.EADDRINUSE, errno.EACCES) else host_flag
+    # Not ``strerror``, in which asyncio and ZeroMQ repeat the address.
+    reason = os.strerror(number).lower() if number in errno.errorcode else reason_of(error)
+    return ConfigError(f"cannot bind {host_flag} {host} {port_flag} {port}: {reason}; choose another with {wrong}")
 
 
 def check_host(flag: str, host: str) -> None:

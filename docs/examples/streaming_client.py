@@ -84,7 +84,7 @@ def main() -> int:
             if usage := event.get("usage"):
                 print(f"\n[{usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out]")
     except (ServerError, OSError) as error:
-        print(f"streaming_client: {error}", file=sys.stderr)
+        print(f"streaming_client: {options.url}: {error}", file=sys.stderr)
         return 1
     return 0
 

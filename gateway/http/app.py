@@ -18,6 +18,7 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from common.errors import ErrorCode, RequestError
+from common.version import VERSION
 from gateway.http.access.request_checks import RequestChecks
 from gateway.http.errors import HttpError, error_response
 from gateway.http.formatters.common import as_error
@@ -41,7 +42,7 @@ from gateway.http.routes import (
     unsupported,
     workers,
 )
-from gateway.http.services import Services, baton_version
+from gateway.http.services import Services
 
 #: What paths of vLLM and SGLang are called here.
 OTHER_PATHS = {
@@ -50,6 +51,8 @@ OTHER_PATHS = {
     "/version": "/server_info",
     "/get_server_info": "/server_info",
     "/model_info": "/get_model_info",
+    "/get_load": "/v1/live",
+    "/load": "/v1/live",
     "/reset_prefix_cache": "/flush_cache",
 }
 
@@ -91,7 +94,7 @@ def make_app(
     app = GatewayApp(
         list(generating),
         title="Baton",
-        version=baton_version(),
+        version=VERSION,
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,  # FastAPI's page loads scripts of other servers, which could read the key of the live page
@@ -157,7 +160,8 @@ def _handle_exceptions(app: FastAPI) -> None:
 def _other_path(app: FastAPI, scope: Scope) -> str:
     """What to do about a path that does not exist: clients often have a base URL with or without the ``/v1``."""
     path = scope["path"]
-    for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/"), OTHER_PATHS.get(path, path)):
+    plain = path.replace("//", "/").rstrip("/")
+    for other in (f"/v1{path}", path.removeprefix("/v1"), plain, OTHER_PATHS.get(path, path)):
         if other != path and _is_served(app, {**scope, "path": other}):
             return f"did you mean {other}?"
     return "/openapi.json lists all that do"

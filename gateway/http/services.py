@@ -1,7 +1,6 @@
 """The parts of a gateway that its HTTP handlers use."""
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from common.clock import Clock
 from common.config.gateway import GatewayConfig
@@ -39,10 +38,3 @@ class Services:
     timelines: Timelines
     tracer: Tracer
     siblings: Siblings | None = None  # the other gateways behind the same port
-
-
-def baton_version() -> str:
-    try:
-        return version("baton")
-    except PackageNotFoundError:
-        return "0+unknown"

@@ -21,7 +21,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.errors import ConfigError, ErrorCode, RequestError
+from common.errors import ConfigError, ErrorCode, RequestError, reason_of
 from gateway.http.protocol.decoding import refuse
 from gateway.http.protocol.native import TokenizeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, ChatMessage, Part, ToolCall, ToolField
@@ -171,7 +171,7 @@ def _read_template(file: Path, place: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{place} cannot be read: {error}") from error
+        raise ConfigError(f"{place} cannot be read: {reason_of(error)}") from error
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -190,7 +190,12 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"--model {folder}: {name} cannot be read: {error}") from error
+        raise ConfigError(f"--model {folder}: {name} cannot be read: {reason_of(error)}") from error
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Texts of the special tokens of a folder's tokenizer, by name. Raises ConfigError: a file cannot be read."""
+    return _special_tokens(_tokenizer_config(folder))
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

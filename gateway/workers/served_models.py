@@ -9,7 +9,7 @@ from common.config.gateway import GatewayConfig, also_served
 from common.errors import ErrorCode, RequestError
 from common.model_folder import find_model, find_tokenizer, tokenizer_digest
 from common.scheduling.output_length_predictor import OutputLengthPredictor
-from gateway.text.chat_template import ChatTemplate
+from gateway.text.chat_template import ChatTemplate, special_tokens
 from gateway.text.output_formats import TEXT_ONLY, ModelFormats
 from gateway.text.reasoning_parsers import reasoning_format
 from gateway.text.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ class ServedModel:
 
     Attributes:
         chat_template: None if the checkpoint has no chat template.
+        special_tokens: texts by name, such as ``eos_token``.
         formats: how it writes tool calls and reasoning.
         adapter: id of the LoRA adapter with which a request asked for it; empty: the model itself.
     """
@@ -36,6 +37,7 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    special_tokens: Mapping[str, str]
     predictor: OutputLengthPredictor
     pool: WorkerPool
     formats: ModelFormats = TEXT_ONLY
@@ -134,7 +136,9 @@ def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str,
         template = ChatTemplate.load(folder, None if file is None else Path(file))
         pool = make_pool(config, name, tokenizer.vocab_size, tokenizer_digest(folder))
         formats = _output_formats(config, template)
-        models[name] = ServedModel(name, tokenizer, template, OutputLengthPredictor(), pool, formats)
+        models[name] = ServedModel(
+            name, tokenizer, template, special_tokens(folder), OutputLengthPredictor(), pool, formats
+        )
     return models
 
 

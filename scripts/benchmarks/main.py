@@ -134,7 +134,8 @@ def _usage() -> str:
 
 def _summary(name: str) -> str:
     """The first line of a benchmark's docstring, read without importing the module and what it needs."""
-    return (Path(__file__).parent / BENCHMARKS[name][0] / f"{name}.py").read_text().split("\n", 1)[0].strip('"')
+    source = (Path(__file__).parent / BENCHMARKS[name][0] / f"{name}.py").read_text()
+    return source.split("\n", 1)[0].strip('"').replace("``", "")
 
 
 def _say(line: str) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from common.config.gateway import GatewayConfig
 from common.config.node import NodeConfig
 from common.config.options import merge, options_of
-from common.errors import ConfigError
+from common.errors import ConfigError, reason_of
 
 Role = Literal["gateway", "prefill", "decode"]
 #: In the order in which groups are upgraded.
@@ -123,7 +123,7 @@ def read_cluster_file(path: Path) -> ClusterConfig:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+        raise ConfigError(f"--config {path} cannot be read: {reason_of(error)}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
     try:

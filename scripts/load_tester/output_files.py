@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.errors import ConfigError, reason_of
 
 FINE, FAILED, WRONG, INVALID, REGRESSED, DIFFERENT = range(6)
 STOPPED = 130
@@ -34,7 +34,7 @@ def write_files(writers: Sequence[tuple[str | None, Writer]]) -> bool:
             written.append(path)
         except (OSError, ValueError, OverflowError) as error:  # a full disk, or text that a format cannot hold
             has_all = False
-            print(f"loadtest: {path} could not be written: {error}", file=sys.stderr)
+            print(f"loadtest: {path} could not be written: {reason_of(error)}", file=sys.stderr)
     if written:
         say(f"written in {time.monotonic() - began_at:.1f} s: {', '.join(written)}")
     return has_all

@@ -8,7 +8,6 @@ request succeeds. Logs go to standard error; standard output gets the one line `
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import http.client
 import itertools
 import json
@@ -32,7 +31,7 @@ from common.errors import BatonError, ConfigError
 from common.model_folder import find_checkpoint
 from common.reminder import Reminder
 from common.system.cpu_cores import usable_cores
-from common.wire.address import in_url
+from common.wire.address import cannot_bind, in_url
 from common.wire.curve import draw_keys
 from gateway.http.access.tls import make_tls_context
 from gateway.siblings.group import GatewayGroup
@@ -78,11 +77,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        host_flag = flag.replace("port", "host")
-        wrong = flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else host_flag
-        raise ConfigError(
-            f"cannot bind {host_flag} {host} {flag} {port}: {error.strerror}; choose another with {wrong}"
-        ) from None
+        raise cannot_bind(flag.replace("port", "host"), host, flag, port, error) from None
     return listener
 
 

@@ -1,7 +1,7 @@
 """``simulate``: the command.
 
-Exit status: 0 for success, 1 if a replay differs or fails, a plan finds nothing or the report cannot be written, 2 for
-wrong options, 130 after Ctrl-C.
+Exit status: 0 for success, 1 if a replay differs, a plan finds nothing or the report cannot be written, 2 for wrong
+options and files that cannot be read, 130 after Ctrl-C.
 """
 
 import json
@@ -100,7 +100,7 @@ def replay_command(path: str) -> int:
         found = replay(path)
     except RecordingError as error:
         print(f"simulate: --replay: {error}", file=sys.stderr)
-        return 1
+        return 2
     what = f"{found.num_plans:,} plans of a {found.role} node in {found.num_frames:,} frames"
     print("\n".join(found.difference) if found.difference else f"identical: {what}")
     return 1 if found.difference else 0

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from common.cache.page_allocator import PageAllocator
+from common.errors import BatonError
 from common.node.recording import format as frames
 from common.node.recording.format import RecordingError, read_frames
 from common.node.recording.recorder import DEFAULT_RESULTS, config_from
@@ -40,6 +41,10 @@ RESULTS: dict[tuple[str, str], Any] = {
     ("reader", "chosen"): bool,
     ("reader", "poll"): list[Fenced],
 }
+
+
+class NotRecorded(BatonError):
+    """The role calls its transport where the recorded one did not."""
 
 
 class ReplayedTransports:
@@ -78,7 +83,7 @@ class ReplayedTransport:
                 return None
             if (name, number) not in self._news:
                 if DEFAULT_RESULTS[name] is ...:
-                    raise RecordingError(f"the {number}. call of the transport's {name} is not in the recording")
+                    raise NotRecorded(f"the {number}. call of the transport's {name} is not in the recording")
                 return DEFAULT_RESULTS[name]
             result = self._news.pop((name, number))
             if name == "attach":
@@ -115,18 +120,21 @@ def replay(path: str) -> Replayed:
     opening = told[0]
     assert isinstance(opening, frames.RecordingHeader)
     role = _build(opening, ReplayedTransports(opening, news))
-    num_plans = 0
-    for number, frame in enumerate(told[1:], 1):
-        if not isinstance(frame, frames.Planned):
-            _tell(role, frame)
-        else:
-            plan = role.plan(frame.now)
-            num_plans += plan is not None
-            if frames.encode(plan) != frames.encode(frame.plan):
-                return Replayed(opening.role, num_plans, number, _difference(number, frame, plan))
-        outbox = role.outbox
-        for said in (outbox.gateway, outbox.peers, outbox.dial, outbox.hang_up, outbox.grammars):
-            said.clear()
+    num_plans = number = 0
+    try:
+        for number, frame in enumerate(told[1:], 1):
+            if not isinstance(frame, frames.Planned):
+                _tell(role, frame)
+            else:
+                plan = role.plan(frame.now)
+                num_plans += plan is not None
+                if frames.encode(plan) != frames.encode(frame.plan):
+                    return Replayed(opening.role, num_plans, number, _difference(number, frame, plan))
+            outbox = role.outbox
+            for said in (outbox.gateway, outbox.peers, outbox.dial, outbox.hang_up, outbox.grammars):
+                said.clear()
+    except NotRecorded as error:
+        return Replayed(opening.role, num_plans, number, (f"frame {number}: {error}",))
     return Replayed(opening.role, num_plans, len(told) - 1)
 
 

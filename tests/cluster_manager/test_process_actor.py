@@ -162,7 +162,7 @@ async def test_a_port_in_use_is_a_failure_with_its_flag(role: Any, option: str, 
     spec = ProcessSpec(name=f"{role}-0", role=role, values={"model": str(SMALL_MODEL), option: port})
     found = await report(ProcessActor(msgspec.json.encode(spec), "127.0.0.1"))
     server.close()
-    assert found.has_ended and f"{flag} {port}: Address already in use" in found.failure
+    assert found.has_ended and f"{flag} {port}: address already in use" in found.failure
 
 
 async def test_nodes_read_the_gateways_whole_from_the_file_that_they_inherit() -> None:

@@ -46,7 +46,7 @@ def text_of(page: Path) -> str:
 def flags_of(command: str) -> set[str]:
     """Every flag that a command takes."""
     options = options_of(CONFIGURATIONS[command])
-    found = {option.flag for option in options.values()} | {"--config", "--help"}
+    found = {option.flag for option in options.values()} | {"--config", "--version", "--help"}
     foreign = {*ALWAYS_ON, *(flag for name in options for flag in aliases_of(name))} if command in CLASSES else set()
     return found | {"--no-" + flag[2:] for flag in found} | foreign
 

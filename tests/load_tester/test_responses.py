@@ -310,3 +310,8 @@ def test_messages_arrive_whole_however_a_pipe_cuts_them(sizes: list[int]) -> Non
         reader.data_received(data[at : at + size])
         at += size
     assert seen == frames
+
+
+def test_an_error_that_is_no_json_is_shown_without_the_line_end_behind_it() -> None:
+    answer = parse_response(done_of([b"HTTP/1.1 404 X\r\nContent-Type: text/plain\r\n\r\nNot Found\n"]))
+    assert (answer.error, answer.message) == ("http_404", "Not Found")

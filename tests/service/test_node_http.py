@@ -81,6 +81,6 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(tmp_path: Path) -> 
         service.wait_until_ready()
         service.start("prefill-0")
         assert service.processes.pop("prefill-0").wait(60) == 2
-        assert f"cannot bind --http-host 127.0.0.1 --http-port {port}: Address already in use" in service.log()
+        assert f"cannot bind --http-host 127.0.0.1 --http-port {port}: address already in use" in service.log()
     finally:
         service.close()

@@ -262,7 +262,7 @@ def test_a_port_in_use_is_refused_by_name():
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert ended.stderr.startswith(
-        f"serve: cannot bind --host 127.0.0.1 --port {port}: Address already in use; choose another with --port"
+        f"serve: cannot bind --host 127.0.0.1 --port {port}: address already in use; choose another with --port"
     )
     assert ended.stdout == ""
 

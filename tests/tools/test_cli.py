@@ -3,12 +3,17 @@
 import contextlib
 import os
 import sys
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from common.version import VERSION
 from scripts import cli
+
+ROOT = Path(__file__).parents[2]
 
 
 class Loading:
@@ -45,6 +50,18 @@ def test_without_a_known_command_the_commands_are_listed(
     said = capsys.readouterr()
     assert "Usage: baton COMMAND" in (said.err if status else said.out)
     assert ("fly is not a command" in said.err) is (words == ["fly"])
+
+
+@pytest.mark.parametrize("words", [["--version"], ["simulate", "--version"]], ids=" ".join)
+def test_every_command_has_the_version_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["baton", *words])
+    with contextlib.suppress(SystemExit):
+        assert cli.main() == 0
+    assert capsys.readouterr().out == f"baton {VERSION}\n"
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "common.version.VERSION"}
 
 
 def run_simulate(monkeypatch: pytest.MonkeyPatch, main: Callable[[list[str]], int]) -> int:

@@ -1,5 +1,6 @@
 """``gpu_check`` as far as it goes without a GPU: what it names exists, and what it downloads is complete."""
 
+import os
 import re
 import subprocess
 import sys
@@ -43,6 +44,22 @@ def test_a_machine_without_a_gpu_is_told_apart_from_a_failure_by_the_python_that
         "gpu_check: no usable GPU: AssertionError: torch finds no CUDA device\n",
     )
     assert run("wheels", "--help", python="./my python", folder=tmp_path).returncode == 0
+
+
+def test_without_another_python_that_of_the_checkout_is_used(tmp_path: Path) -> None:
+    script = tmp_path / "scripts/gpu_check"
+    script.parent.mkdir()
+    script.write_text(SCRIPT.read_text())
+    (tmp_path / "tests/common/engine").mkdir(parents=True)
+    for name in (".venv/bin/python", ".venv/bin/pytest", "other"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/sh\necho {name} >&2\nexit 1\n")
+        file.chmod(0o755)
+    for more, python in (({}, ".venv/bin/python"), ({"PYTHON": str(tmp_path / "other")}, "other")):
+        environ = {"PATH": os.environ["PATH"], **more}
+        ended = subprocess.run(["bash", script, "tests"], capture_output=True, text=True, timeout=100, env=environ)
+        assert ended.stdout == f"gpu_check: no usable GPU: {python}\n"
 
 
 def test_an_unknown_part_is_refused_and_help_names_all_parts() -> None:

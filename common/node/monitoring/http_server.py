@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import h11
 
-from common.errors import ConfigError
 from common.system.loop_errors import LoopErrors
-from common.wire.address import in_url
+from common.wire.address import cannot_bind, in_url
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
     except OSError as error:
-        raise ConfigError(f"cannot bind --http-host {host} --http-port {port}: {error.strerror or error}") from error
+        raise cannot_bind("--http-host", host, "--http-port", port, error) from error
 
 
 def address_of(listener: socket.socket, reachable_host: str) -> str:

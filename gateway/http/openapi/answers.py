@@ -41,7 +41,7 @@ class AnthropicError(Answer):
 class Model(Answer):
     """``max_model_len`` is null until nodes can serve the model. A LoRA adapter's ``parent`` is its model.
 
-    The last four fields are Anthropic's, and so are the last three of the list.
+    The last six fields are Anthropic's, and so are the last three of the list.
     """
 
     id: str
@@ -55,6 +55,8 @@ class Model(Answer):
     display_name: str
     created_at: str
     lifecycle: Literal["active"]
+    max_input_tokens: int | None
+    max_tokens: int | None
 
 
 class ModelList(Answer):
@@ -79,6 +81,16 @@ class Tokenized(Answer):
     tokens: list[int | list[int]]
     count: int | list[int]
     max_model_len: int | None
+
+
+class TokenizerInfo(Answer):
+    """Texts of the special tokens, and the chat template; null where the model has none."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
 
 
 class Detokenized(Answer):

@@ -7,6 +7,7 @@ A body is decoded once, straight into its struct. Only one with an unknown field
 import difflib
 import functools
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -223,6 +224,8 @@ def _inside(kind: inspect.Type, step: str) -> tuple[inspect.Type, ...]:
 
 def _malformed(body: bytes, message: str) -> RequestError:
     """The error for broken JSON. It names a field if the fault, such as ``NaN``, directly follows its key."""
+    if body.startswith(BOM_UTF8):
+        return refuse("the body begins with a byte order mark; send UTF-8 without it", None)
     if "surrogate" in message or (
         "truncated" in message and _HALF_PAIR.search(body[-12:])
     ):  # a whole pair has 12 bytes

@@ -7,11 +7,12 @@ from starlette.responses import PlainTextResponse, Response
 
 from common.config.gateway import GatewayConfig
 from common.config.options import options_of
+from common.version import VERSION
 from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Health, ModelState, Ready, ServerInfo
 from gateway.http.openapi.operations import described
-from gateway.http.services import Services, baton_version
+from gateway.http.services import Services
 
 
 def make_router(services: Services, checks: RequestChecks) -> APIRouter:
@@ -44,7 +45,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             for model in services.models
         }
         answer = ServerInfo(
-            version=baton_version(),
+            version=VERSION,
             model=default.name,
             uptime_s=round(services.clock.now() - started_at, 3),
             num_in_flight=services.dispatcher.num_in_flight,

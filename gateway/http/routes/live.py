@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from common.version import VERSION
 from gateway.http.access.request_checks import RequestChecks
 from gateway.http.json_response import JsonResponse
 from gateway.http.openapi.answers import Live, LiveModel, LiveQueue
 from gateway.http.openapi.operations import described
-from gateway.http.services import Services, baton_version
+from gateway.http.services import Services
 from gateway.metrics.live import INTERVAL_S, WINDOW_S
 from gateway.workers.pool import WorkerPool
 
@@ -22,7 +23,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     async def live() -> Response:
         now = services.clock.now()
         answer = Live(
-            version=baton_version(),
+            version=VERSION,
             uptime_s=round(now - started_at, 3),
             interval_s=INTERVAL_S,
             window_s=WINDOW_S,

@@ -3,7 +3,7 @@
 import time
 from datetime import UTC, datetime
 
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException
 from starlette.responses import Response
 
 from gateway.http.access.request_checks import RequestChecks
@@ -32,6 +32,8 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             display_name=model.asked_name,
             created_at=created_at,
             lifecycle="active",
+            max_input_tokens=model.context_length,
+            max_tokens=model.context_length,
         )
 
     @router.get("/v1/models", **described(ModelList, summary="List the served models"))
@@ -43,6 +45,8 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
 
     @router.get("/v1/models/{name:path}", **described(Model, summary="Describe a model"))
     async def get_model(name: str) -> Response:
+        if not name:
+            raise HTTPException(404)
         return JsonResponse(entry(services.models.named(name)))
 
     @router.get("/get_model_info", **described(ModelInfo, summary="Name the default model (SGLang)"))

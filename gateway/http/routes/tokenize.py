@@ -9,7 +9,7 @@ from starlette.responses import Response
 from gateway.http.access.request_checks import RequestChecks
 from gateway.http.formatters.common import encode_json, ignored_header
 from gateway.http.json_response import JsonResponse
-from gateway.http.openapi.answers import Detokenized, Tokenized
+from gateway.http.openapi.answers import Detokenized, Tokenized, TokenizerInfo
 from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, decode_with_extras, refuse
 from gateway.http.protocol.native import DetokenizeRequest, TokenizeRequest
@@ -51,6 +51,19 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         texts = await services.tokenizer.detokenize(model.tokenizer, tokens if is_batch else [tokens], skip)
         answer = texts if is_batch else texts[0]
         return JsonResponse(Detokenized(text=answer, prompt=answer))
+
+    @router.get("/tokenizer_info", **described(TokenizerInfo, summary="Special tokens and chat template (vLLM)"))
+    async def tokenizer_info(model: str | None = None) -> Response:
+        served = services.models.named(model)
+        template = served.chat_template
+        answer = TokenizerInfo(
+            bos_token=served.special_tokens.get("bos_token"),
+            eos_token=served.special_tokens.get("eos_token"),
+            pad_token=served.special_tokens.get("pad_token"),
+            unk_token=served.special_tokens.get("unk_token"),
+            chat_template=None if template is None else template.source,
+        )
+        return JsonResponse(answer)
 
     return router
 

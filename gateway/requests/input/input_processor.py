@@ -456,8 +456,8 @@ def max_output_tokens(given: int | None, num_prompt: int, limits: ServingLimits,
     if given is None:
         return min(default, _tokens_left(num_prompt, limits))
     if num_prompt + given > limits.context_length:
-        message = f"{num_prompt} tokens of the prompt and {given} of the output are {num_prompt + given}"
-        raise beyond_context(message, limits.context_length, param)
+        message = f"a prompt of {num_prompt} and an output of {given} tokens are more"
+        raise beyond_context(f"{message}; ask for fewer, or shorten the prompt", limits.context_length, param)
     if num_prompt + given > limits.total_tokens:
         message = (
             f"{given} output tokens after a prompt of {num_prompt} exceed the page pool of {limits.total_tokens} tokens"

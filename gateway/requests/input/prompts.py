@@ -68,7 +68,8 @@ def check_num_outputs(num_prompts: int, num_samples: int, most: int, param: str)
 
 
 def too_long(count: str, context_length: int, param: str) -> RequestError:
-    return beyond_context(f"the prompt has {count} tokens, and at least one is for the output", context_length, param)
+    message = f"the prompt has {count} tokens, and at least one is for the output; shorten it"
+    return beyond_context(message, context_length, param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,5 +111,5 @@ def truncation_of(keep: int, side: str | None, num_output: int | None) -> Trunca
 
 def beyond_context(message: str, context_length: int, param: str) -> RequestError:
     """Clients recognise this error by its text: litellm by the first of the two phrases, LangChain by the second."""
-    message = f"this model's maximum context length is {context_length} tokens, but {message}; shorten the prompt"
+    message = f"this model's maximum context length is {context_length} tokens, but {message}"
     return refuse(f"{message} (context_length_exceeded)", param, ErrorCode.CONTEXT_LENGTH_EXCEEDED)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.errors import ConfigError
+from common.errors import ConfigError, reason_of
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.config import LoadtestConfig
@@ -43,7 +43,7 @@ def read_expected(config: LoadtestConfig) -> dict[Key, ExpectedOutput]:
         content = Path(path).read_bytes().splitlines()
         lines = [msgspec.json.decode(line, type=ExpectedOutput) for line in content if line.strip()]
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--expect-file {path} cannot be read: {error}") from None
+        raise ConfigError(f"--expect-file {path} cannot be read: {reason_of(error)}") from None
     found: dict[Key, ExpectedOutput] = {}
     for line in lines:
         if line.error:

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common.errors import ConfigError
+from common.errors import ConfigError, reason_of
 from scripts.load_tester.client.client_pool import resolve_host
 from scripts.load_tester.client.ipc import Setup
 from scripts.load_tester.config import LoadtestConfig
@@ -51,7 +51,7 @@ def read_tenant_keys(path: str) -> dict[str, str]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--tenant-keys {path} cannot be read: {type(error).__name__}") from None
+        raise ConfigError(f"--tenant-keys {path} cannot be read: {reason_of(error)}") from None
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()

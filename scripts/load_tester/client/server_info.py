@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from common.errors import ConfigError
+from common.errors import ConfigError, reason_of
 
 TIMEOUT_S = 10.0
 MAX_BODY = 16 << 20  # bytes
@@ -127,7 +127,8 @@ def get(parts: SplitResult, path: str, headers: Headers, verify_tls: bool, *, me
             "set SSL_CERT_FILE=FILE to its issuer's certificate"
         ) from None
     except (OSError, http.client.HTTPException) as error:
-        raise ConfigError(f"--url {parts.geturl()}: nothing answers there ({error or type(error).__name__})") from None
+        reason = reason_of(error) or type(error).__name__
+        raise ConfigError(f"--url {parts.geturl()}: nothing answers there ({reason})") from None
     finally:
         connection.close()
 

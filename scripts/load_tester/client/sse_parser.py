@@ -302,7 +302,7 @@ def _read_error_body(response: ParsedResponse, body: bytes) -> None:
         content = msgspec.json.decode(body)
         response.message = _error_message(content.get("error", content) if isinstance(content, dict) else content)
     except NOT_JSON:
-        response.message = body[:300].decode(errors="replace")
+        response.message = body[:300].decode(errors="replace").strip()
 
 
 def _error_kind(error: Any) -> str:

@@ -134,7 +134,9 @@ def read_json(path: str) -> Figures:
             raise ConfigError(f"{path} is not a report of a load test: it has no schema")
         if content["schema"] != SCHEMA:
             raise ConfigError(f"{path} has schema {content['schema']}, this version reads {SCHEMA}")
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a report of a load test: {error}") from None
     return content
 

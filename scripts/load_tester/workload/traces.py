@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from common.config.scheduling import MAX_PRIORITY
-from common.errors import ConfigError
+from common.errors import ConfigError, reason_of
 from scripts.load_tester.workload.lengths import MAX_LENGTH
 from scripts.load_tester.workload.planned_request import (
     HASH,
@@ -86,7 +86,7 @@ def read_trace(path: str, unit: str = "auto") -> Trace:
             else:
                 name, tokens, rows = _csv(file, path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"--trace {path} cannot be read: {error}") from None
+        raise ConfigError(f"--trace {path} cannot be read: {reason_of(error)}") from None
     notes: list[str] = []
     kept = [row for row in rows if row.extra or (row.num_input > 0 and row.num_output > 0)]
     if len(kept) < len(rows):

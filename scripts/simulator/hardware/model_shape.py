@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cache.page_layout import ITEM_BYTES
-from common.errors import ConfigError
+from common.errors import ConfigError, reason_of
 
 #: Fields of config.json that say that only a part of the weights computes each token, which no formula here models.
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -88,7 +88,7 @@ def find_shape(name_or_folder: str) -> ModelShape:
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
+        raise ConfigError(f"{file} cannot be read: {reason_of(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: not a JSON object")
     return _parse(content, file)

@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from scripts.load_tester.config import LoadtestConfig
 
 FLAGS = {found.flag for cls in CLASSES.values() for found in options_of(cls).values()}
-OWN = FLAGS | {"--no-" + flag[2:] for flag in FLAGS} | {"--config", "--help"}
+OWN = FLAGS | {"--no-" + flag[2:] for flag in FLAGS} | {"--config", "--version", "--help", "-h"}
 ALL_ALIASES = [flag for name in ALIASES for flag in aliases_of(name)]
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "flags.md").read_text()
 
@@ -33,7 +33,7 @@ def test_no_foreign_flag_hides_an_option_or_another_foreign_flag() -> None:
     foreign = [*ALL_ALIASES, *ALWAYS_ON, *NO_EQUAL]
     assert not set(foreign) & OWN
     assert len(foreign) == len(set(foreign))
-    assert all(re.fullmatch(r"--[a-z][a-z0-9-]*", flag) for flag in foreign)
+    assert all(re.fullmatch(r"--?[a-z][a-z0-9-]*", flag) for flag in foreign)
 
 
 @pytest.mark.parametrize("flag", [*NO_EQUAL, *ALWAYS_ON])
@@ -49,6 +49,8 @@ def test_a_translation_names_only_options_that_exist(flag: str) -> None:
         (["--max-model-len=4096"], "context_length", 4096),
         (["--block-size", "32"], "page_size", 32),
         (["--tensor-parallel-size", "2"], "tp", 2),
+        (["-tp", "2"], "tp", 2),
+        (["-tp=2"], "tp", 2),
         (["--max-num-seqs", "8"], "max_running_requests", 8),
         (["--no-enable-prefix-caching"], "disable_radix_cache", True),
         (["--disable-radix-cache", "--enable-prefix-caching"], "disable_radix_cache", False),
@@ -117,6 +119,8 @@ def test_a_flag_without_an_equal_is_recognised_with_a_value_and_among_others(wor
     [
         (["--max-num-seq", "8"], "--max-num-seq is not a known option; did you mean --max-num-seqs?"),
         (["--pagesize=8"], "--pagesize is not a known option; did you mean --page-size?"),
+        (["-x"], "-x is not a known option; --help lists all options"),
+        (["--override-pooler-config=x"], "--override-pooler-config is not a known option; --help lists all options"),
         (["--zzz"], "--zzz is not a known option; --help lists all options"),
         (
             ["--mem-fraction-statik", "0.8"],
@@ -147,13 +151,16 @@ def test_a_flag_of_another_command_is_answered_with_the_commands_that_take_it() 
         ConfigError, match=r"^--block-size is not an option of this command, but of serve, prefill, decode$"
     ):
         parse(GatewayConfig, ["--block-size", "32"], command="gateway")
+    with pytest.raises(ConfigError, match=r"^--retraction-policy is not an option of this command, but of serve, pre"):
+        parse(GatewayConfig, ["--retraction-policy", "priority"], command="gateway")
     with pytest.raises(ConfigError, match=r"^--port is not an option of this command, but of serve, gateway$"):
         parse(NodeConfig, ["--port", "1"], command="decode")
 
 
-def test_help_shows_aliases_beside_their_flag(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_shows_aliases_beside_their_flag(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        resolve(NodeConfig, ["--help"], command="decode")
+        resolve(NodeConfig, [word], command="decode")
     shown = " ".join(capsys.readouterr().out.split())
     assert "--page-size, --block-size INT Tokens per KV page" in shown
     assert "--enable-metrics" not in shown
@@ -162,8 +169,8 @@ def test_help_shows_aliases_beside_their_flag(capsys: pytest.CaptureFixture[str]
 def test_the_page_lists_every_flag_once() -> None:
     section = {heading: part for heading, _, part in (part.partition("\n") for part in PAGE.split("\n## "))}
     rows = re.findall(r"^\| `(--[^|]*) \| `(--[a-z-]+)` \|$", section["Aliases"], re.M)
-    listed = {alias: flag for aliases, flag in rows for alias in re.findall(r"--[a-z-]+", aliases)}
+    listed = {alias: flag for aliases, flag in rows for alias in re.findall(r"--?[a-z-]+", aliases)}
     assert listed == {alias: "--" + name.replace("_", "-") for name in ALIASES for alias in aliases_of(name)}
     for heading, flags in (("Switches without effect", ALWAYS_ON), ("Flags without an equivalent", NO_EQUAL)):
         first_cells = re.findall(r"^\| (`--[^|]*) \|", section[heading], re.M)
-        assert sorted(re.findall(r"--[a-z0-9-]+", " ".join(first_cells))) == sorted(flags)
+        assert sorted(re.findall(r"--?[a-z][a-z0-9-]+", " ".join(first_cells))) == sorted(flags)

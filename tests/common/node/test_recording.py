@@ -115,7 +115,7 @@ def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path, content: byte
     path.write_bytes(content)
     with pytest.raises(frames.RecordingError, match=sentence):
         list(frames.read_frames(str(path)))
-    assert main(["--replay", str(path)]) == 1
+    assert main(["--replay", str(path)]) == 2
 
 
 def test_a_recording_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -338,6 +338,9 @@ def _spoil_and_replay(path: Path) -> None:
     number = planned[len(planned) // 2]
     frame = told[number]
     assert isinstance(frame, frames.Planned) and frame.plan is not None
+    untold = [f for f in told if not (isinstance(f, frames.TransportResult) and f.method == "offer")]
+    (line,) = replay(written(path.with_suffix(".short"), *untold)).difference
+    assert line.endswith("0. call of the transport's offer is not in the recording")
     first, *rest = frame.plan.rows
     rows = (first._replace(start=first.start + 1), *rest)
     plan = StepPlan(frame.plan.step, frame.plan.admits, frame.plan.pages, rows)

@@ -1,10 +1,13 @@
 """Addresses that a process may dial."""
 
+import errno
+import socket
+
 import pytest
 import zmq
 
 from common.errors import ConfigError
-from common.wire.address import host_and_port, zmq_endpoint
+from common.wire.address import cannot_bind, host_and_port, zmq_endpoint
 
 
 @pytest.mark.parametrize(
@@ -54,3 +57,22 @@ def test_localhost_is_the_same_address_to_listen_at_and_to_dial() -> None:
     assert zmq_endpoint("localhost:8001") == "tcp://127.0.0.1:8001"
     assert zmq_endpoint("[::1]:*") == "tcp://[::1]:*"
     assert zmq_endpoint("gateway.lan:8001") == "tcp://gateway.lan:8001"
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            OSError(errno.EADDRINUSE, "error while attempting to bind on address ('::1', 80): in use"),
+            "address already in use; choose another with --port",
+        ),
+        (OSError(errno.EACCES, "Permission denied"), "permission denied; choose another with --port"),
+        (zmq.ZMQError(errno.EADDRNOTAVAIL), "cannot assign requested address; choose another with --host"),
+        (
+            socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+            "Name or service not known; choose another with --host",
+        ),
+    ],
+)
+def test_an_address_that_cannot_be_bound_names_the_flag_to_change(error: OSError | zmq.ZMQError, sentence: str) -> None:
+    assert str(cannot_bind("--host", "::1", "--port", 80, error)) == f"cannot bind --host ::1 --port 80: {sentence}"

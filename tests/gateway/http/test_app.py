@@ -46,14 +46,16 @@ async def test_an_error_about_a_path_names_the_path_beside_or_without_v1(stack):
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/v1/messages", "did you mean /v1/messages?"),
         ("/v1/messages/count_tokens/", "did you mean /v1/messages/count_tokens?"),
+        ("//v1/messages", "did you mean /v1/messages?"),
         ("/v1/tokenize", "did you mean /tokenize?"),
         ("/reset_prefix_cache", "did you mean /flush_cache?"),
         ("/nothing", "/openapi.json lists all that do"),
     ):
         _, _, body = await request(stack, "POST", path)
         assert json.loads(body)["error"]["message"] == f"this path does not exist; {hint}"
-    _, _, body = await request(stack, "GET", "/health_generate")
-    assert json.loads(body)["error"]["message"].endswith("did you mean /ready?")
+    for path, hint in (("/health_generate", "did you mean /ready?"), ("/get_load", "did you mean /v1/live?")):
+        _, _, body = await request(stack, "GET", path)
+        assert json.loads(body)["error"]["message"].endswith(hint)
 
 
 async def test_every_answer_has_the_clients_request_id_or_a_new_one(stack):

@@ -180,6 +180,11 @@ def test_half_of_a_character_is_refused_by_what_it_is(text):
         decode(CompletionRequest, b'{"prompt": "\\u12"}')
 
 
+def test_a_byte_order_mark_is_refused_by_what_it_is():
+    with pytest.raises(RequestError, match="byte order mark"):
+        decode(CompletionRequest, b'\xef\xbb\xbf{"prompt": "a"}')
+
+
 def test_strict_fields_refuse_what_has_no_effect():
     for body, param in (
         ({**CHAT, "user": "me"}, "user"),

@@ -221,6 +221,7 @@ async def test_clients_recognise_a_prompt_beyond_the_context(stack, path, body, 
     assert (status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
     assert "maximum context length is 512 tokens" in error["message"]
     assert "context_length_exceeded" in error["message"]
+    assert ("ask for fewer" in error["message"]) is (param == "max_tokens")
 
 
 async def test_extra_keys_that_clients_send_unasked_are_accepted(stack):

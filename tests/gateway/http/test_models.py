@@ -6,7 +6,7 @@ import json
 import pytest
 from anthropic.types import ModelInfo as AnthropicModel
 from openai.types import Model as OpenAIModel
-from support.gateway.fake_nodes import MODEL, make_model_folder, make_tokenizer, running, silent
+from support.gateway.fake_nodes import EOS, MODEL, TEMPLATE, make_model_folder, make_tokenizer, running, silent
 
 from common.config.gateway import GatewayConfig
 from common.errors import ConfigError
@@ -66,6 +66,21 @@ async def test_each_model_has_its_own_tokenizer_template_and_limits(stack):
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
+async def test_each_model_tells_its_special_tokens_and_its_template(stack):
+    """As the remote tokenizer of lm-eval asks for them, which sends ``eos_token`` to ``/tokenize``."""
+    _, ours = await stack.get("/tokenizer_info")
+    assert (ours["eos_token"], ours["bos_token"], ours["chat_template"]) == (EOS, None, TEMPLATE)
+    _, answer = await stack.post("/tokenize", {"prompt": ours["eos_token"], "add_special_tokens": False})
+    assert answer["count"] == 1
+    _, theirs = await stack.get("/tokenizer_info?model=org/other")
+    assert theirs == {
+        "bos_token": None, "eos_token": None, "pad_token": None, "unk_token": None,
+        "chat_template": "{{ messages[0]['content'] | upper }}!",
+    }  # fmt: skip
+    status, answer = await stack.get("/tokenizer_info?model=none")
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
 async def test_models_are_listed_and_found_by_name(stack):
     _, answer = await stack.get("/v1/models")
     assert [(model["id"], model["max_model_len"]) for model in answer["data"]] == [(MODEL, 512), ("org/other", 100)]
@@ -74,6 +89,9 @@ async def test_models_are_listed_and_found_by_name(stack):
         assert (status, answer["id"], answer["object"]) == (200, "org/other", "model")
     status, answer = await stack.get("/v1/models/none")
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    status, answer = await stack.get("/v1/models/")
+    assert (status, answer["error"]["code"]) == (404, "not_found")
+    assert answer["error"]["message"].endswith("did you mean /v1/models?")
     assert (await stack.get("/v1/other/none"))[0] == 404
     _, text = await stack.get("/metrics")
     assert 'baton_http_answers_total{path="/v1/models/*",status="200"} 2.0' in text
@@ -83,7 +101,8 @@ async def test_models_have_the_fields_of_both_official_clients(stack):
     _, answer = await stack.get("/v1/models")
     for model in answer["data"]:
         OpenAIModel.model_validate(model, strict=True)
-        assert AnthropicModel.model_validate(model).display_name == model["id"]
+        theirs = AnthropicModel.model_validate(model)
+        assert (theirs.display_name, theirs.max_input_tokens) == (model["id"], model["max_model_len"])
     assert (answer["first_id"], answer["last_id"], answer["has_more"]) == (MODEL, "org/other", False)
 
 
@@ -165,7 +184,7 @@ def test_the_chat_template_option_applies_to_the_first_model(folder, other, tmp_
     with pytest.raises(ConfigError, match=r"--chat-template .*own\.jinja does not parse .*, at line 1"):
         load_models(settings, model_folders(settings))
     file.unlink()
-    with pytest.raises(ConfigError, match=r"--chat-template .* cannot be read"):
+    with pytest.raises(ConfigError, match=r"--chat-template .* cannot be read: No such file or directory$"):
         load_models(settings, model_folders(settings))
 
 

@@ -30,6 +30,7 @@ OTHERS: list[tuple[str, str, Any, Any]] = [
     ("GET", "/get_model_info", None, answers.ModelInfo),
     ("POST", "/tokenize", {"prompt": "ab"}, answers.Tokenized),
     ("POST", "/tokenize", {"prompt": ["ab", "c"]}, answers.Tokenized),
+    ("GET", "/tokenizer_info", None, answers.TokenizerInfo),
     ("POST", "/detokenize", {"tokens": [65]}, answers.Detokenized),
     ("POST", "/detokenize", {"tokens": [[65], []]}, answers.Detokenized),
     ("POST", "/abort_request", {"abort_all": True}, answers.Aborted),

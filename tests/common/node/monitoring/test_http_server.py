@@ -204,7 +204,7 @@ def test_connections_that_cannot_be_accepted_are_reported_once(caplog):
 def test_a_port_in_use_is_named():
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot bind --http-host 127.0.0.1 --http-port {port}: Address already"):
+        with pytest.raises(ConfigError, match=f"cannot bind --http-host 127.0.0.1 --http-port {port}: address already"):
             listen("127.0.0.1", port)
 
 
