@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.config.shared import SMALL_MODEL, WeightDtype
 from common.engine.cpu.huge_pages import HugePages
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.models.linear import Linear, quantized_product
 from common.engine.models.quantization import QuantizedWeight, TorchQuantizedProduct, quantize_weight
