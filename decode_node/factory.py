@@ -1,5 +1,7 @@
 """Builds the decode role from the parts of a node process."""
 
+from dataclasses import fields
+
 from common.node.worker_context import WorkerContext
 from common.scheduling.new_token_ratio import NewTokenRatio
 from decode_node.moves import OutgoingMoves
@@ -12,21 +14,11 @@ from kv_transfer.transports.base import TransportEnds
 
 def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
     """Build the role with its scheduler and its end of the transfer plane."""
-    config, capacity = context.config, context.capacity
+    config, prefill_limits = context.config, context.prefill_limits
     limits = DecodeLimits(
-        max_running=capacity.num_slots,
-        max_queued=capacity.max_queued,
-        context_length=capacity.context_length,
-        max_prefill_tokens=config.max_prefill_tokens,
-        chunk_tokens=capacity.chunk_tokens,
-        alignment=capacity.alignment,
-        max_requests=config.prefill_max_requests,
+        **{field.name: getattr(prefill_limits, field.name) for field in fields(prefill_limits)},
         is_mixed=config.enable_mixed_chunk,
-        sharing=context.sharing,
         clip_tokens=context.constants.clip,
-        max_skip_ahead=config.max_skip_ahead,
-        long_prompts=context.long_prompts,
-        kv_window=context.kv_window,
         is_retracted_by_priority=config.is_retracted_by_priority,
         resume_tokens=config.resume_prefill_threshold,
         reserved_tokens=config.num_reserved_decode_tokens,

@@ -492,6 +492,22 @@ class DecodeScheduler:
         Rows of requests that have left the slot they were planned for are ignored.
         """
         step = self._steps.oldest(result.step)
+        sampled = [*self._commit_rows(step, result), *self._commit_chunks(step, result)]
+        self._ordering.decoded([one.request for one in sampled])
+        capacity = self._capacity
+        for one in sampled:
+            self._effects.append(one)
+            request = one.request
+            if one.finish:
+                self.abort(request.key)
+            elif len(request.prompt) + len(request.output) > capacity:
+                self._effects.append(Outgrown(request))
+        self._steps.end()
+        self._take_out_stopping()
+        return self.take_effects()
+
+    def _commit_rows(self, step: Step, result: StepResult) -> list[Sampled]:
+        """Count the tokens of decode rows as computed."""
         sampled: list[Sampled] = []
         logprobs = result.logprobs or (None,) * len(result.tokens)
         errors = result.errors or ("",) * len(result.tokens)
@@ -505,9 +521,13 @@ class DecodeScheduler:
                     self._effects.append(SamplingFailed(request, error))
                 else:
                     sampled.append(self._sampled(request, token, logprob))
-        for chunk, found in zip(
-            step.chunks, chunk_results(step.chunks, result, num_before=len(step.rows)), strict=True
-        ):
+        return sampled
+
+    def _commit_chunks(self, step: Step, result: StepResult) -> list[Sampled]:
+        """Cache what chunks have computed; a request whose last chunk this was is decoded from now on."""
+        sampled: list[Sampled] = []
+        results = chunk_results(step.chunks, result, num_before=len(step.rows))
+        for chunk, found in zip(step.chunks, results, strict=True):
             if not chunk.is_current:
                 continue
             request = chunk.request
@@ -522,18 +542,7 @@ class DecodeScheduler:
                 if self._allocator.window_pages is not None:
                     self._allocator.window_pages.settle(request, request.num_computed, decodes=True)
                 sampled.append(self._sampled(request, *found.sampled))
-        self._ordering.decoded([one.request for one in sampled])
-        capacity = self._capacity
-        for one in sampled:
-            self._effects.append(one)
-            request = one.request
-            if one.finish:
-                self.abort(request.key)
-            elif len(request.prompt) + len(request.output) > capacity:
-                self._effects.append(Outgrown(request))
-        self._steps.end()
-        self._take_out_stopping()
-        return self.take_effects()
+        return sampled
 
     def _sampled(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Sampled:
         request.output.append(token)

@@ -19,7 +19,7 @@ from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits, prefi
 from common.scheduling.new_token_ratio import RatioConstants, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_ordering
-from common.scheduling.prefill_adder import LongPromptLimits
+from common.scheduling.prefill_adder import LongPromptLimits, PrefillLimits
 from common.wire.messages import Coverage
 
 
@@ -92,10 +92,23 @@ class WorkerContext:
         return kv_window.max_held * kv_window.page_size if kv_window.is_bounded else 0
 
     @property
-    def long_prompts(self) -> LongPromptLimits:
-        config = self.config
-        return LongPromptLimits(
-            config.long_prefill_token_threshold, config.long_prompt_share, config.max_long_partial_prefills
+    def prefill_limits(self) -> PrefillLimits:
+        """Bounds of the prompts that are computed here, in either role. Raises ConfigError: as ``sharing``."""
+        config, capacity = self.config, self.capacity
+        return PrefillLimits(
+            max_running=capacity.num_slots,
+            max_queued=capacity.max_queued,
+            context_length=capacity.context_length,
+            max_prefill_tokens=config.max_prefill_tokens,
+            chunk_tokens=capacity.chunk_tokens,
+            alignment=capacity.alignment,
+            max_requests=config.prefill_max_requests,
+            sharing=self.sharing,
+            max_skip_ahead=config.max_skip_ahead,
+            long_prompts=LongPromptLimits(
+                config.long_prefill_token_threshold, config.long_prompt_share, config.max_long_partial_prefills
+            ),
+            kv_window=self.kv_window,
         )
 
     def check_released(self) -> None:

@@ -278,11 +278,16 @@ class Receiver:
             changed.changed()
         connection = connection or changed
         assert connection is not None
-        layout = self._transport.store.layout
-        if layout.page_size % message.num_stretches:
-            why = f"a page of {layout.page_size} tokens cannot come in {message.num_stretches} stretches"
+        page_size = self._page_size
+        if page_size % message.num_stretches:
+            why = f"a page of {page_size} tokens cannot come in {message.num_stretches} stretches"
             self._refuse(peer, connection, why)
-            return True
+        else:
+            self._attach(peer, connection, message)
+        return True
+
+    def _attach(self, peer: str, connection: PrefillConnection, message: Connected) -> None:
+        """Grant the pages that wait for the connection, since the prefill node has attached the pool."""
         self._totals[f"pairs_by_{message.transport}"] += 1
         log.info(
             "receiving pages from prefill node %s by %s%s",
@@ -291,13 +296,12 @@ class Receiver:
             message.why and f": {message.why}",
         )
         ranks = {"num_sources": connection.num_ranks, "num_targets": self._transport.num_ranks}
-        parts = target_parts(layout, message.num_stretches, **ranks)
+        parts = target_parts(self._transport.store.layout, message.num_stretches, **ranks)
         connection.attached(message.num_stretches, parts, message.transport, message.why)
         self._fence(peer, connection.epoch - 1, "the prefill node has dropped the earlier connection")
         for session in self._table.of(peer):
             if session.state is ReceiveState.RESERVED:
                 self._grant(session)
-        return True
 
     def _on_attach_failed(self, peer: str, message: AttachFailed, now: float) -> bool:
         """The pool cannot be attached, or not any more; nothing is written under this epoch."""

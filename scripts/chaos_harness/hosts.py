@@ -12,7 +12,6 @@ import random
 import string
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from common.errors import BatonError
 from scripts.chaos_harness import relay
 from scripts.serving.bound_process import bound_command
+from scripts.temporary_folder import TemporaryFolder
 
 BRIDGE_NUMBER = 254
 #: Runs a command with another boot id, by which two hosts know that they do not share memory.
@@ -75,8 +75,26 @@ def _free_subnet() -> str:
     )
 
 
+def _namespace(tag: str, name: str) -> str:
+    return f"baton-{tag}-{name}"
+
+
+def _bridge(tag: str) -> str:
+    return f"bt{tag}"
+
+
+def _remove_network(folder: Path) -> None:
+    """Remove the namespaces and the bridge of the hosts whose boot ids are in a folder."""
+    for place in folder.glob("*/*"):
+        with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
+            run("ip", "netns", "delete", _namespace(place.parent.name, place.name))
+    for place in folder.glob("*/"):
+        with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
+            run("ip", "link", "delete", _bridge(place.name))
+
+
 class Hosts:
-    """Network namespaces by name; ``close`` removes them and the network.
+    """Network namespaces by name; ``close`` removes them and the network, or else the next hosts do.
 
     Attributes:
         has_bridge: the network is a bridge, and so can be given further faults.
@@ -86,18 +104,20 @@ class Hosts:
 
     def __init__(self, names: Sequence[str], link: Link | None = None) -> None:
         self._between = link or Link()
-        self._boot_ids = tempfile.TemporaryDirectory(prefix="baton-hosts-")
+        self._folder = TemporaryFolder("baton-hosts-", undo=_remove_network)
         self._relay: subprocess.Popen[bytes] | None = None
         self.has_bridge = True
         self._numbers = {name: number for number, name in enumerate(names, 1)}
         # The kernel takes a moment to remove the devices of a namespace, so that their names are not used again.
         self._tag = f"{os.getpid()}{string.ascii_lowercase[next(_NUMBERS) % 26]}"
-        self._bridge = f"bt{self._tag}"
+        self._bridge = _bridge(self._tag)
+        self._boot_ids = self._folder.path / self._tag
+        self._boot_ids.mkdir()
         try:
             self._subnet = _free_subnet()
             for name in names:
+                (self._boot_ids / name).write_text(f"{uuid.uuid4()}\n")
                 run("ip", "netns", "add", self.namespace(name))
-                (Path(self._boot_ids.name) / name).write_text(f"{uuid.uuid4()}\n")
             self._add_bridge()
             if self._between.is_relayed or (self._between.netem and not self._delay_all()):
                 self.has_bridge = False
@@ -168,7 +188,7 @@ class Hosts:
         return f"{self._subnet}.{BRIDGE_NUMBER}"
 
     def namespace(self, name: str) -> str:
-        return f"baton-{self._tag}-{name}"
+        return _namespace(self._tag, name)
 
     def address(self, name: str) -> str:
         return f"{self._subnet}.{self._numbers[name]}"
@@ -179,7 +199,7 @@ class Hosts:
 
     def command(self, name: str, *words: object) -> list[str]:
         """The command line that runs a command on a host."""
-        boot_id = Path(self._boot_ids.name) / name
+        boot_id = self._boot_ids / name
         line = ["ip", "netns", "exec", self.namespace(name), "sh", "-c", WITH_BOOT_ID, "sh", str(boot_id)]
         if self._between.clock_step_s:
             ahead = str(self._between.clock_step_s * self._numbers[name])
@@ -249,9 +269,5 @@ class Hosts:
             self._relay.wait(RELAY_STOP_S)
             if self._relay.stdin is not None:
                 self._relay.stdin.close()
-        self._boot_ids.cleanup()
-        for name in self._numbers:
-            with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
-                run("ip", "netns", "delete", self.namespace(name))
-        with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
-            run("ip", "link", "delete", self._bridge)
+        _remove_network(self._folder.path)
+        self._folder.close()

@@ -9,7 +9,6 @@ import json
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from scripts.chaos_harness.report import Figures, figures, table
 from scripts.chaos_harness.run import Run
 from scripts.chaos_harness.verdicts import broken_invariants, long_pauses
 from scripts.load_tester.output_files import check_file, check_folder
+from scripts.temporary_folder import TemporaryFolder
 
 HELP = f"""Load a real service while faults happen to it, and prove that no request is lost, wrong or hanging and that
 nothing leaks.
@@ -65,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"chaos: {error}", file=sys.stderr)
         return WRONG
-    folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
+    folder = TemporaryFolder("baton-chaos-")
     status = STOPPED
     try:
-        status = _run_and_report(config, folder)
+        status = _run_and_report(config, folder.path)
     except ConfigError as error:
         print(f"chaos: {error}", file=sys.stderr)
         status = WRONG
@@ -112,17 +112,18 @@ def _repeat(config: ChaosConfig) -> str:
     return " ".join(["./scripts/chaos", f"--seed={config.seed}", *words])
 
 
-def _keep_logs(config: ChaosConfig, folder: Path, *, is_kept: bool) -> None:
+def _keep_logs(config: ChaosConfig, folder: TemporaryFolder, *, is_kept: bool) -> None:
     if config.logs is not None:
         target = Path(config.logs)
         target.mkdir(parents=True, exist_ok=True)
-        for log in folder.rglob("*.log"):
+        for log in folder.path.rglob("*.log"):
             with contextlib.suppress(OSError):
                 shutil.copy(log, target)
     elif is_kept:
-        print(f"logs: {folder}", file=sys.stderr)
+        folder.keep()
+        print(f"logs: {folder.path}", file=sys.stderr)
         return
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.close()
 
 
 if __name__ == "__main__":

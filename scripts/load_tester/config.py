@@ -230,26 +230,7 @@ class LoadtestConfig(LoadOptions, _Target):
         _check_header(self)
         if self.tenant_header is not None and not re.fullmatch(r"[A-Za-z0-9-]+", self.tenant_header):
             raise ConfigError(f"--tenant-header must be a header's name, not {self.tenant_header!r}")
-        if self.find_goodput and not self.slos:
-            raise ConfigError("--find-goodput needs at least one of --slo-ttft, --slo-itl, --slo-tpot, --slo-e2e")
-        if self.find_goodput and (self.concurrency or self.sweep):
-            raise ConfigError("--find-goodput chooses the rate itself: leave --concurrency and --sweep out")
-        if self.concurrency and self.sweep:
-            raise ConfigError("--sweep sets rates: leave --concurrency out")
-        if self.find_goodput and self.rate and not re.fullmatch(r"\d+\.?\d*|\.\d+", self.rate):
-            raise ConfigError(
-                f"--rate with --find-goodput must be one number, where the search begins, not {self.rate!r}"
-            )
-        if self.sweep and self.rate:
-            raise ConfigError("--sweep sets rates: leave --rate out")
-        if (self.sweep or self.find_goodput) and self.time_scale != 1:
-            raise ConfigError("--sweep and --find-goodput set the rate of a trace: leave --time-scale out")
-        if self.sweep and not all(map(_is_rate, self.sweep.split(","))):
-            limits = f"{MIN_RATE:g} to {MAX_RATE:g} per second"
-            raise ConfigError(f"--sweep must be rates ({limits}), such as 1,2,4, not {self.sweep!r}")
-        for name in ("jsonl", "expect_file") if self.sweep or self.find_goodput else ():
-            if getattr(self, name):
-                raise ConfigError(f"{flag_of(name)} is for a single run: leave --sweep and --find-goodput out")
+        _check_rates(self)
         if self.expect_file and not self.stream and self.return_token_ids:
             raise ConfigError("--return-token-ids needs --stream")
         timed = {*self.slos, *re.findall(r"slo-(\w+) *=", self.mix or "")} & {"ttft", "itl", "tpot"}
@@ -284,6 +265,30 @@ class LoadtestConfig(LoadOptions, _Target):
         if not isinstance(fields, dict):
             raise ConfigError("--extra-body must be a JSON object")
         return fields
+
+
+def _check_rates(config: "LoadtestConfig") -> None:
+    """Raises ConfigError: an option does not go with --sweep or --find-goodput, which make several runs."""
+    if config.find_goodput and not config.slos:
+        raise ConfigError("--find-goodput needs at least one of --slo-ttft, --slo-itl, --slo-tpot, --slo-e2e")
+    if config.find_goodput and (config.concurrency or config.sweep):
+        raise ConfigError("--find-goodput chooses the rate itself: leave --concurrency and --sweep out")
+    if config.concurrency and config.sweep:
+        raise ConfigError("--sweep sets rates: leave --concurrency out")
+    if config.find_goodput and config.rate and not re.fullmatch(r"\d+\.?\d*|\.\d+", config.rate):
+        raise ConfigError(
+            f"--rate with --find-goodput must be one number, where the search begins, not {config.rate!r}"
+        )
+    if config.sweep and config.rate:
+        raise ConfigError("--sweep sets rates: leave --rate out")
+    if (config.sweep or config.find_goodput) and config.time_scale != 1:
+        raise ConfigError("--sweep and --find-goodput set the rate of a trace: leave --time-scale out")
+    if config.sweep and not all(map(_is_rate, config.sweep.split(","))):
+        limits = f"{MIN_RATE:g} to {MAX_RATE:g} per second"
+        raise ConfigError(f"--sweep must be rates ({limits}), such as 1,2,4, not {config.sweep!r}")
+    for name in ("jsonl", "expect_file") if config.sweep or config.find_goodput else ():
+        if getattr(config, name):
+            raise ConfigError(f"{flag_of(name)} is for a single run: leave --sweep and --find-goodput out")
 
 
 def _is_rate(word: str) -> bool:

@@ -5,19 +5,20 @@ padded with words to the size of the vocabulary, so that every sampled token det
 GB) is kept in ``$XDG_CACHE_HOME/baton`` or ``~/.cache/baton``, and made again if ``RECIPE`` changes.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from common.config.shared import SMALL_MODEL
 from common.errors import BatonError
 from scripts.serving.bound_process import bound_command
+from scripts.temporary_folder import TemporaryFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,8 +55,8 @@ def random_model(config: dict[str, Any] = QWEN3_600M, *, seed: int = 0) -> Path:
     if (folder / "config.json").exists():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as place:
-        made = Path(place) / "model"
+    with contextlib.closing(TemporaryFolder("making-", cache)) as place:
+        made = place.path / "model"
         made.mkdir()
         _write_weights_elsewhere(made, config, seed)
         _write_tokenizer(made, config["vocab_size"])

@@ -7,13 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.service.hosts import make_hosts
+from support.service.processes import environment
 
 from common.config.options import options_of
 from common.errors import ConfigError
 from scripts.chaos_harness import hosts as hosts_module
 from scripts.chaos_harness import relay
 from scripts.chaos_harness.config import ChaosConfig
-from scripts.chaos_harness.hosts import Hosts, Link, NoNamespaces
+from scripts.chaos_harness.hosts import Hosts, Link
 
 #: Sends datagrams to an address, and then empty ones without end; all of them keep their order.
 SEND = """
@@ -42,10 +44,7 @@ def make() -> Iterator[Callable[[Link], Hosts]]:
     made: list[Hosts] = []
 
     def begin(link: Link) -> Hosts:
-        try:
-            made.append(Hosts(["a", "b"], link))
-        except NoNamespaces as error:
-            pytest.skip(str(error))
+        made.append(make_hosts(["a", "b"], link))
         return made[-1]
 
     yield begin
@@ -102,6 +101,24 @@ def test_nothing_of_the_hosts_is_left_behind(make: Callable[[Link], Hosts]) -> N
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert not any(name in listed for name in names)
     assert process is None or process.poll() is not None
+
+
+def test_the_next_hosts_remove_those_of_a_killed_process(make: Callable[[Link], Hosts]) -> None:
+    make(Link())  # skips where there are no namespaces
+    program = (
+        "import signal\nfrom scripts.chaos_harness.hosts import Hosts\n"
+        "hosts = Hosts(['a', 'b'])\nprint(hosts._tag, hosts._folder.path, flush=True)\nsignal.pause()"
+    )
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as maker:
+        assert maker.stdout is not None
+        tag, folder = maker.stdout.readline().split()
+        maker.kill()
+    shown = [("ip", "netns", "list"), ("ip", "-brief", "link", "show", "type", "bridge")]
+    assert all(tag in hosts_module.run(*command) for command in shown)
+    make(Link())
+    assert not any(tag in hosts_module.run(*command) for command in shown)
+    assert not os.path.exists(folder)
 
 
 def test_a_fault_of_one_link_leaves_those_of_every_link_behind(monkeypatch: pytest.MonkeyPatch) -> None:

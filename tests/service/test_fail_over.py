@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 from support.service.client import prompt_of
+from support.service.hosts import make_hosts
 
 from common.config.serve import ServeConfig
 from kv_transfer.transports.broken_transports import MIN_REST_S
 from kv_transfer.transports.silence import LOST
-from scripts.chaos_harness.hosts import Hosts, Link, NoNamespaces
+from scripts.chaos_harness.hosts import Link
 from scripts.chaos_harness.service import ChaosService
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -32,10 +33,7 @@ def transport() -> str:
 
 @pytest.fixture
 async def service(tmp_path: Path, transport: str) -> AsyncIterator[ChaosService]:
-    try:
-        hosts = Hosts([PREFILL, DECODE], Link(delay_s=0.05, is_relayed=True))
-    except NoNamespaces as error:
-        pytest.skip(str(error))
+    hosts = make_hosts([PREFILL, DECODE], Link(delay_s=0.05, is_relayed=True))
     try:
         config = ServeConfig(
             served_model_name="m", prefill=1, decode=1, dtype="float32", device="cpu", threads=1, cluster_key="c" * 32,

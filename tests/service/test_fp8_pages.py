@@ -9,7 +9,7 @@ from support.engine.engine_driver import Driver
 from support.service.client import prompt_of
 from support.service.service import SMALL_MODEL, running
 
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 
 MAX_NEW = 40

@@ -24,7 +24,8 @@ from common.config.scheduling import PriorityRules
 from common.config.shared import SMALL_MODEL
 from common.engine import executor as executor_module
 from common.engine.device_copies import HostCopies
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs

@@ -65,73 +65,80 @@ def allocate_weights(
 
     A part is a weight itself, or a view of some rows of one.
     """
-    parts: dict[str, Tensor] = {}
+    allocation = _Allocation(config, dtype, device)
+    embedding = allocation.plain("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    layers = [allocation.layer(index) for index in range(config.num_layers)]
+    norm = allocation.plain("model.norm.weight", config.hidden_size)
+    head = None
+    if has_head:
+        tied = config.is_tied
+        head = Linear(embedding if tied else allocation.plain("lm_head.weight", config.vocab_size, config.hidden_size))
+    return DecoderWeights(embedding, layers, norm, head), allocation.parts
 
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
 
-    def plain(name: str, *shape: int) -> Tensor:
-        parts[name] = tensor = empty(*shape)
+class _Allocation:
+    """Allocates the weights of one model, and notes in ``parts`` which tensor of a checkpoint fills which part."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self.parts: dict[str, Tensor] = {}
+
+    def plain(self, name: str, *shape: int) -> Tensor:
+        """A weight that one tensor fills."""
+        self.parts[name] = tensor = self._empty(*shape)
         return tensor
 
-    def merged(prefix: str, num_rows: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
-        sizes = list(num_rows.values())
-        weight = empty(sum(sizes), num_inputs)
-        bias = empty(sum(sizes)) if has_bias else None
-        for name, rows in zip(num_rows, torch.split(weight, sizes), strict=True):
-            parts[f"{prefix}{name}.weight"] = rows
-        for name, rows in zip(num_rows, torch.split(bias, sizes), strict=True) if bias is not None else ():
-            parts[f"{prefix}{name}.bias"] = rows
-        return Linear(weight, bias)
-
-    def linear(name: str, num_outputs: int, num_inputs: int, has_bias: bool) -> Linear:
-        weight = plain(f"{name}.weight", num_outputs, num_inputs)
-        return Linear(weight, plain(f"{name}.bias", num_outputs) if has_bias else None)
-
-    def dense(base: str) -> Mlp:
-        hidden, wide = config.hidden_size, config.intermediate_size
-        gate_up = merged(base, {"gate_proj": wide, "up_proj": wide}, hidden, config.has_mlp_bias)
-        return Mlp(gate_up, linear(base + "down_proj", hidden, wide, config.has_mlp_bias))
-
-    def sparse(base: str, experts: ExpertConfig) -> Experts:
-        number, hidden, wide = experts.num_experts, config.hidden_size, experts.width
-        router = linear(base + "gate", number, hidden, has_bias=False)
-        gate_up, down = empty(number, 2 * wide, hidden), empty(number, hidden, wide)
-        for index in range(number):
-            name = f"{base}experts.{index}."
-            parts[name + "gate_proj.weight"], parts[name + "up_proj.weight"] = gate_up[index].chunk(2)
-            parts[name + "down_proj.weight"] = down[index]
-        return Experts(experts, router, make_expert_product(gate_up, down))
-
-    def layer(index: int) -> LayerWeights:
-        base = f"model.layers.{index}."
+    def layer(self, index: int) -> LayerWeights:
+        config, base = self._config, f"model.layers.{index}."
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attention, has_norm = base + "self_attn.", config.has_qk_norm
+        attention, mlp, has_norm = base + "self_attn.", base + "mlp.", config.has_qk_norm
         hidden, experts = config.hidden_size, config.experts
         return LayerWeights(
-            input_norm=plain(base + "input_layernorm.weight", hidden),
-            qkv=merged(attention, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, config.has_qkv_bias),
-            q_norm=plain(attention + "q_norm.weight", config.head_dim) if has_norm else None,
-            k_norm=plain(attention + "k_norm.weight", config.head_dim) if has_norm else None,
-            o=linear(attention + "o_proj", hidden, queries, config.has_o_bias),
-            post_norm=plain(base + "post_attention_layernorm.weight", hidden),
-            mlp=sparse(base + "mlp.", experts) if experts and index in experts.layers else dense(base + "mlp."),
+            input_norm=self.plain(base + "input_layernorm.weight", hidden),
+            qkv=self._merged(
+                attention, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, config.has_qkv_bias
+            ),
+            q_norm=self.plain(attention + "q_norm.weight", config.head_dim) if has_norm else None,
+            k_norm=self.plain(attention + "k_norm.weight", config.head_dim) if has_norm else None,
+            o=self._linear(attention + "o_proj", hidden, queries, config.has_o_bias),
+            post_norm=self.plain(base + "post_attention_layernorm.weight", hidden),
+            mlp=self._experts(mlp, experts) if experts and index in experts.layers else self._mlp(mlp),
         )
 
-    def projection() -> Linear | None:
-        if not has_head:
-            return None
-        tied = embedding if config.is_tied else plain("lm_head.weight", config.vocab_size, config.hidden_size)
-        return Linear(tied)
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
-    embedding = plain("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    weights = DecoderWeights(
-        embedding=embedding,
-        layers=[layer(index) for index in range(config.num_layers)],
-        norm=plain("model.norm.weight", config.hidden_size),
-        head=projection(),
-    )
-    return weights, parts
+    def _linear(self, name: str, num_outputs: int, num_inputs: int, has_bias: bool) -> Linear:
+        weight = self.plain(f"{name}.weight", num_outputs, num_inputs)
+        return Linear(weight, self.plain(f"{name}.bias", num_outputs) if has_bias else None)
+
+    def _merged(self, prefix: str, num_rows: dict[str, int], num_inputs: int, has_bias: bool) -> Linear:
+        """One matrix whose rows several tensors fill, each as many as ``num_rows`` says."""
+        sizes = list(num_rows.values())
+        weight = self._empty(sum(sizes), num_inputs)
+        bias = self._empty(sum(sizes)) if has_bias else None
+        for kind, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None:
+                for name, rows in zip(num_rows, torch.split(tensor, sizes), strict=True):
+                    self.parts[f"{prefix}{name}.{kind}"] = rows
+        return Linear(weight, bias)
+
+    def _mlp(self, base: str) -> Mlp:
+        hidden, wide, has_bias = self._config.hidden_size, self._config.intermediate_size, self._config.has_mlp_bias
+        gate_up = self._merged(base, {"gate_proj": wide, "up_proj": wide}, hidden, has_bias)
+        return Mlp(gate_up, self._linear(base + "down_proj", hidden, wide, has_bias))
+
+    def _experts(self, base: str, experts: ExpertConfig) -> Experts:
+        number, hidden, wide = experts.num_experts, self._config.hidden_size, experts.width
+        router = self._linear(base + "gate", number, hidden, has_bias=False)
+        gate_up, down = self._empty(number, 2 * wide, hidden), self._empty(number, hidden, wide)
+        for index in range(number):
+            name = f"{base}experts.{index}."
+            self.parts[name + "gate_proj.weight"], self.parts[name + "up_proj.weight"] = gate_up[index].chunk(2)
+            self.parts[name + "down_proj.weight"] = down[index]
+        return Experts(experts, router, make_expert_product(gate_up, down))
 
 
 class Decoder:

@@ -88,7 +88,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
     reserve = plan_reserve(config, model, layout, capacity, batch_sizes)
     num_fitting = pages_of(config, layout, capacity, device, reserve)
     num_fitting()  # refuse a pool that can never fit before the weights are read
-    from common.engine.executor import load_executor  # loads torch
+    from common.engine.factory import load_executor  # loads torch
 
     num_threads = max(1, compute_threads(config, device) // config.tp)
     ranks.start(_load_message(config, model, device, num_threads))
@@ -230,7 +230,7 @@ def check_ranks(model: "BaseModelConfig", num_ranks: int, device: str) -> None:
     Raises:
         ConfigError: names the reason.
     """
-    from common.engine.executor import check_device
+    from common.engine.factory import check_device
     from common.engine.models import implementation
     from common.engine.tensor_parallel.shard import Shard
 
@@ -354,7 +354,7 @@ def pick_device(name: str) -> str:
         return name
     import torch
 
-    from common.engine.executor import check_device
+    from common.engine.factory import check_device
 
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,9 +1,10 @@
 """Formats what all answers share: server-sent events, OpenAI's errors, log-probabilities."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -96,28 +97,28 @@ def as_error(error: BaseException) -> RequestError:
     return RequestError(ErrorCode.INTERNAL, "the gateway failed on this request; its log says more")
 
 
-class ResponseFormatter(Protocol):
+class ResponseFormatter(ABC):
     """Formats the outputs of one HTTP request."""
 
+    @abstractmethod
     def first(self, outputs: Sequence[OutputStream]) -> bytes:
         """The bytes that begin a stream."""
-        ...
 
+    @abstractmethod
     def chunk(self, output: OutputStream, delta: Delta) -> bytes:
         """The bytes of one more piece of a stream; empty if there is nothing to show."""
-        ...
 
+    @abstractmethod
     def last(self, outputs: Sequence[OutputStream]) -> bytes:
         """The bytes that end a stream. Those with many log-probabilities are made on a thread."""
-        ...
 
     def error(self, error: RequestError) -> bytes:
         """The bytes that end a stream that failed after its beginning."""
         return sse_event(error_body(error))
 
+    @abstractmethod
     def answer(self, outputs: Sequence[OutputStream]) -> Iterator[bytes]:
         """The parts of the whole answer, in JSON. Those of one with many log-probabilities are made on a thread."""
-        ...
 
     def keep(self) -> None:
         """Stores what ``last`` or the first part of ``answer`` has made, before it is sent, if this API stores it."""

@@ -78,6 +78,9 @@ class Memory(Fault):
     async def inject(self, site: Site, node: Node) -> str:
         site.service.remember_resources(node)
         for root, limit in CGROUPS:
+            for left in Path(root).glob("baton-chaos-*"):  # by a run that was killed, if no process is in it
+                with contextlib.suppress(OSError):
+                    left.rmdir()
             group = Path(root) / f"baton-chaos-{os.getpid()}-{node.pid}"
             try:
                 group.mkdir()

@@ -19,7 +19,8 @@ from common.config.shared import SMALL_MODEL
 from common.engine.attention.protocol import AttentionBackend, AttentionParams
 from common.engine.attention.torch_sdpa import TorchAttention
 from common.engine.batch import RowArrays, StepBatch, make_batch
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder, allocate_weights
 from common.engine.pending_step import PendingStep

@@ -19,7 +19,7 @@ from common.engine.attention.cpu import CpuAttention
 from common.engine.attention.protocol import AttentionParams
 from common.engine.batch import RowArrays, make_batch
 from common.engine.cpu.kernels import LANES, load_kernels
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
 from common.engine.models.linear import Linear

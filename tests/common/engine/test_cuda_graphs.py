@@ -20,7 +20,8 @@ from common.engine.attention import BACKENDS, GRAPH_SAFE
 from common.engine.attention.protocol import AttentionParams, GraphSafeAttention
 from common.engine.attention.torch_sdpa import TorchAttention
 from common.engine.cuda_graphs import CudaGraphRunner, batch_sizes_to_capture
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
 from common.engine.triton_kernels import has_interpreter

@@ -13,7 +13,8 @@ from support.engine.devices import DEVICES
 from support.engine.engine_driver import Driver
 from support.engine.reference_models import EXPERTS, LLAMA3_ROPE, YARN_ROPE, draw_prompts, make_model
 
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.triton_kernels import has_interpreter
 

@@ -6,7 +6,8 @@ import pytest
 from support.engine.engine_driver import GREEDY, Driver
 from support.engine.reference_models import draw_prompts, make_model
 
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan

@@ -12,7 +12,8 @@ from support.service.service import SMALL_MODEL
 
 from common.cache.page_layout import PageLayout, layout_conflict
 from common.engine.attention.scaled_formats import dequantize, quantize
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.kv_pool import KVPool
 from common.engine.models.config import ModelConfig
 

@@ -10,7 +10,7 @@ from support.engine.devices import DEVICES
 from support.engine.reference_models import load_reference, make_model
 from support.engine.reference_models import prompt_logprobs as reference_logprobs
 
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.sampling.logprobs import ROWS_AT_ONCE, prompt_logprobs, token_logprobs
 from common.sampling_params import SamplingParams

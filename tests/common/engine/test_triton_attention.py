@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.attention_steps import Build, compare, make_params, make_step
 from support.engine.devices import DEVICES
+from support.engine.recorded_launches import record_launches
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention import make_attention, resolve_attention
@@ -103,18 +104,7 @@ def test_the_number_of_splits_depends_on_the_number_of_pieces_not_on_their_lengt
 def test_a_decode_step_has_the_same_launches_whatever_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     from common.engine.attention import triton_backend
 
-    launches: list[tuple[str, tuple[int, ...]]] = []
-
-    class Recorded:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, grid: tuple[int, ...]) -> object:
-            launches.append((self.name, grid))
-            return lambda *_, **__: None
-
-    for name in ("write_kv", "paged_attention", "merge_splits"):
-        monkeypatch.setattr(triton_backend, name, Recorded(name))
+    launches = record_launches(monkeypatch, triton_backend, ("write_kv", "paged_attention", "merge_splits"))
     pool = KVPool(LAYOUT, 256)
     backend = with_programs(32)(pool, 4, (AttentionParams(),))
     seen = []

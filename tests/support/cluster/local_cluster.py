@@ -195,7 +195,7 @@ class LocalCluster:
             return FakeExecutor(num_pages, page_size, self._max_running, window, num_window_pages), ()
         if self._folder is None:
             return FakeExecutor(num_pages, page_size, self._max_running, self._window), ()
-        from common.engine.executor import load_executor
+        from common.engine.factory import load_executor
         from common.engine.models.implementation import ModelSource, load_config
 
         config = load_config(ModelSource(str(self._folder), overrides=self._overrides))

@@ -32,7 +32,7 @@ TESTS = Path(__file__).resolve().parents[2]
 REPLY_TIMEOUT_S = 180.0
 #: What gateways and nodes import.
 MODULES = (
-    "common.engine.executor",
+    "common.engine.factory",
     "common.node.worker_main",
     "decode_node.factory",
     "gateway.server",

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.engine.reference_models import LLAMA3_ROPE, make_model
 
 from common.cache.page_layout import PageLayout
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.models.config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
 from common.engine.models.implementation import ModelSource, load_config
 from common.engine.models.layers import inverse_frequencies
@@ -397,7 +397,7 @@ def test_impossible_options_are_refused_by_flag(folder: Path, options: dict[str,
         load_executor(load(folder), num_slots=1, num_pages=2, page_size=16, **options)
 
 
-@pytest.mark.parametrize("where", ["models.implementation.load_weights", "executor.KVPool"])
+@pytest.mark.parametrize("where", ["models.implementation.load_weights", "factory.KVPool"])
 def test_a_device_with_too_little_memory_is_refused_by_flag(
     folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

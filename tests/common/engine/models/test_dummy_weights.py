@@ -9,7 +9,8 @@ from support.engine.library_models import make_library_model
 from support.engine.reference_models import EXPERTS, make_model
 
 from common.config.node import NodeConfig
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.models.checkpoints.weights import load_weights
 from common.engine.models.config import ModelConfig
 from common.engine.models.dummy_weights import dummy_tensor

@@ -15,7 +15,7 @@ from common.config.shared import SMALL_MODEL, WeightDtype
 from common.engine.cpu.compile_native import BuildError
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.cpu.kernels import Kernels, open_kernels
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.models import linear as linear_module
 from common.engine.models.config import ModelConfig
 from common.engine.models.linear import Linear, quantized_product

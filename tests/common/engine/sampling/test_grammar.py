@@ -20,7 +20,8 @@ from support.engine.reference_models import make_model
 from support.gateway.fake_nodes import make_model_folder
 from tokenizers import Tokenizer
 
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.sampling.constraints import MaskedRow, OutputConstraint, TokenMasks
 from common.engine.sampling.grammar import GrammarCompiler, load_compiler
@@ -444,7 +445,7 @@ def test_no_request_makes_a_loaded_executor_import_a_module(folder: Path) -> Non
     script = f"""
 import sys
 from support.engine.engine_driver import Driver
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.sampling_params import SamplingParams
 executor = load_executor(

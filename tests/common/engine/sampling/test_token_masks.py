@@ -11,7 +11,7 @@ from support.engine.devices import DEVICES
 from support.engine.engine_driver import Driver
 from support.engine.reference_models import draw_prompts, make_model
 
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.sampling.sampler import SamplingRow, sample
 from common.engine.sampling.token_masks import TokenMask, apply_token_masks

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.devices import DEVICES
+from support.engine.recorded_launches import record_launches
 
 from common.engine.sampling import sampler
 from common.engine.sampling.constraints import StepMasks
@@ -140,18 +141,7 @@ def test_penalties_masks_and_log_probabilities_work_with_the_kernels(monkeypatch
 
 def test_a_step_has_four_launches_and_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """On torch's ``meta`` device, which has no data, every read of a value fails."""
-    launches: list[tuple[str, tuple[int, ...]]] = []
-
-    class Recorded:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, grid: tuple[int, ...]) -> object:
-            launches.append((self.name, grid))
-            return lambda *_, **__: None
-
-    for name in ("find_maxima", "weigh_blocks", "gather_likely", "draw"):
-        monkeypatch.setattr(kernels, name, Recorded(name))
+    launches = record_launches(monkeypatch, kernels, ("find_maxima", "weigh_blocks", "gather_likely", "draw"))
     for num_rows in (1, 256):
         launches.clear()
         meta = torch.device("meta")

@@ -10,7 +10,8 @@ from support.engine.engine_driver import Driver
 from support.engine.rank_threads import RankThreads
 from support.engine.reference_models import EXPERTS, LLAMA3_ROPE, draw_prompts, make_model
 
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 
 LENGTHS = [1, 17, 70]

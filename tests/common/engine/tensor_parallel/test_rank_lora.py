@@ -10,7 +10,7 @@ from support.engine.lora_adapters import ALL, make_adapter, merge
 from support.engine.rank_threads import RankThreads
 from support.engine.reference_models import EXPERTS, draw_prompts, make_model
 
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.models.implementation import ModelSource, load_config
 from common.errors import ConfigError
 

@@ -18,7 +18,8 @@ from support.engine.engine_driver import Driver
 from support.engine.lora_adapters import make_adapter, merge
 from support.engine.reference_models import draw_prompts, make_model
 
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.errors import ConfigError, RankLostError
 from common.node.loading.model_loading import check_ranks

@@ -16,7 +16,8 @@ from support.engine.lora_adapters import ALL, make_adapter, merge
 from support.engine.reference_models import FAMILIES, draw_prompts, make_model
 
 from common.engine.cpu.kernels import load_kernels
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.models.lora.adapters import make_lora, native_adaptable
 from common.engine.models.lora.checkpoint import read_adapter

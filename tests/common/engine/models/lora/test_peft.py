@@ -9,7 +9,7 @@ from support.engine.engine_driver import Driver
 from support.engine.library_models import make_library_model
 from support.engine.reference_models import draw_prompts, load_reference
 
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.models.implementation import ModelSource, load_config
 
 LENGTHS, MAX_NEW = [1, 17, 70], 6

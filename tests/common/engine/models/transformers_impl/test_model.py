@@ -18,7 +18,8 @@ from support.engine.reference_models import VOCAB_SIZE, draw_prompts, load_refer
 from tokenizers import Tokenizer
 
 from common.config.shared import SMALL_MODEL
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.models.implementation import ModelSource, load_config
 from common.engine.models.transformers_impl import check as transformers_check
 from common.engine.models.transformers_impl.config import TESTED, TransformersConfig, load_library_config

@@ -10,7 +10,7 @@ from support.engine.engine_driver import check_tokens
 from support.engine.library_models import LIBRARY_MODELS, OTHER_MODELS, make_library_model
 from support.engine.reference_models import draw_prompts
 
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.models.implementation import ModelSource, load_config
 from common.errors import UnsupportedModelError
 

@@ -10,7 +10,7 @@ import torch
 from support.engine.engine_driver import check_tokens
 from support.engine.reference_models import TINY, draw_prompts, draw_weights
 
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.models.implementation import ModelSource, load_config
 from common.errors import UnsupportedModelError
 

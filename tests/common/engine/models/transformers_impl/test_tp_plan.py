@@ -17,7 +17,8 @@ from support.engine.reference_models import draw_prompts, load_reference
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM
 
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.models.implementation import ModelSource, check_divided_model, load_config, load_model
 from common.engine.models.transformers_impl import check
 from common.engine.models.transformers_impl.config import TransformersConfig

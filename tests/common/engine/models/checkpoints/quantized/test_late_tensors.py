@@ -13,7 +13,8 @@ from support.engine.library_models import make_library_model
 from support.engine.quantized_models import FORMATS, quantize_model
 from support.engine.reference_models import draw_prompts
 
-from common.engine.executor import TorchExecutor, load_executor
+from common.engine.executor import TorchExecutor
+from common.engine.factory import load_executor
 from common.engine.models.checkpoints.quantized.config import parse_quantization
 from common.engine.models.checkpoints.quantized.late_tensors import decoded_tensors
 from common.engine.models.implementation import ModelSource, load_config

@@ -16,7 +16,7 @@ from support.engine.quantized_models import FORMATS, quantize_model
 from support.engine.reference_models import EXPERTS, draw_prompts, make_model
 from torch import Tensor
 
-from common.engine.executor import load_executor
+from common.engine.factory import load_executor
 from common.engine.models.checkpoints.quantized.config import parse_quantization
 from common.engine.models.checkpoints.quantized.gptq import decode_gptq
 from common.engine.models.checkpoints.weights import load_weights
