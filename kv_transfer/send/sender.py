@@ -403,6 +403,7 @@ class Sender:
             self._messages += [(peer, OfferBeside(known[peer].epoch)) for peer in asked if peer in known]
         for expired, end in self._table.expired(now):
             self._end(expired, end)
+        self._settle_writes()  # which may let others begin
         self._queue.start(max_pages, rank)
         self._settle_writes()
         return self._queue.has_due

@@ -36,18 +36,13 @@ class Write(NamedTuple):
     Attributes:
         sums: checksums of the units that travel with one.
         transport: which one carries it.
-        unit_bytes: of each unit.
     """
 
     session: SendSession
     units: Sequence[int]
     sums: Sums
     transport: str
-    unit_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.units) * self.unit_bytes
+    num_bytes: int
 
 
 class WriteQueue:
@@ -140,8 +135,9 @@ class WriteQueue:
             covered = [(u, page) for u, (page, _) in sources if is_covered(connection.checksums, session.key[1], u)]
             found = self._transport.checksums([page for _, page in covered], slices) if covered else []
             sums = dict(zip([unit for unit, _ in covered], found, strict=True))
-        self._tickets[ticket] = write = Write(session, units, sums, connection.transport, self._unit_bytes(slices))
-        self._bytes_under_way[session.peer] = self._bytes_under_way.get(session.peer, 0) + write.num_bytes
+        num_bytes = len(units) * self._unit_bytes(slices)
+        self._tickets[ticket] = Write(session, units, sums, connection.transport, num_bytes)
+        self._bytes_under_way[session.peer] = self._bytes_under_way.get(session.peer, 0) + num_bytes
         self._write_time.begin(connection.transport, begun_at)
 
     def _slice_pairs(self, session: SendSession) -> Sequence[SlicePair | None]:

@@ -186,6 +186,21 @@ def test_an_aborted_prompt_and_a_less_urgent_one_do_not_fill_a_slow_link(monkeyp
     assert isinstance(pair.events["b", 0], Completed)
 
 
+def test_a_write_that_is_over_makes_way_for_the_next_in_the_same_pump(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_queue, "MOST_BYTES", LAYOUT.page_bytes)
+    monkeypatch.setattr(write_queue, "WRITE_BYTES", LAYOUT.page_bytes)
+    pair = slow()
+    pair.open(KEY, 2)
+    pair.begin(KEY, 2)
+    pair.hear_decode()
+    pair.finish(KEY)
+    pair.pump()
+    while pair.wire.num_in_flight:
+        pair.wire.tick()
+    assert not pair.pump()
+    assert pair.wire.num_in_flight == 1
+
+
 def test_write_seconds_are_measured_with_the_given_clock(pair: TransferPair) -> None:
     class Stepping:
         def __init__(self) -> None:
