@@ -31,7 +31,7 @@ INLINE void quantize(const char *x, ptrdiff_t from, long length, int8_t *values,
     for (int lane = 0; lane < LANES; lane++) *total += sums[lane];
 }
 
-/* Rows whose values stand together; `together` is at most ROWS. */
+/* Round all rows. The values of so many rows stand together, at most ROWS. */
 static void quantize_rows(const char *x, const QuantizedRows *to, long rows, long inputs, long group, long together,
                           int dtype) {
     const long groups = inputs / group;

@@ -18,7 +18,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.attention_steps import compare, make_params
-from support.engine.native_targets import USABLE
 from support.examples import examples
 from torch.nn import functional as F
 
@@ -27,9 +26,9 @@ from common.engine.attention import make_attention
 from common.engine.attention.cpu import CpuAttention
 from common.engine.attention.protocol import AttentionParams
 from common.engine.batch import RowArrays, make_batch
-from common.engine.cpu.compile_native import BuildError, Library, build_library
+from common.engine.cpu.compile_native import Library, build_library
 from common.engine.cpu.huge_pages import HugePages
-from common.engine.cpu.kernels import LIBRARY, Groups, Kernels, WeightTable, load_kernels, open_kernels
+from common.engine.cpu.kernels import LIBRARY, Groups, Kernels, WeightTable, load_kernels
 from common.engine.cpu.targets import TARGETS
 from common.engine.kv_pool import KVPool
 from common.engine.models.layers import TorchOperations
@@ -39,14 +38,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 MAX_NATIVE_LINES = 1500
 dtypes = st.sampled_from(list(TOLERANCE))
 num_rows = st.sampled_from([1, 2, 33, 300])
-
-
-@pytest.fixture(scope="module", params=USABLE, ids=lambda target: target.name)
-def compiled(request: pytest.FixtureRequest) -> Kernels:
-    try:
-        return open_kernels(request.param)
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:

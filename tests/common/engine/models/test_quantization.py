@@ -8,13 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.engine_driver import Driver
-from support.engine.native_targets import USABLE
 from torch import Tensor
 
 from common.config.shared import SMALL_MODEL, WeightDtype
-from common.engine.cpu.compile_native import BuildError
 from common.engine.cpu.huge_pages import HugePages
-from common.engine.cpu.kernels import Kernels, open_kernels
+from common.engine.cpu.kernels import Kernels
 from common.engine.factory import load_executor
 from common.engine.models import linear as linear_module
 from common.engine.models.config import ModelConfig
@@ -65,14 +63,6 @@ def test_no_weight_moves_by_more_than_a_step(dtype: WeightDtype, seed: int, spre
     found = quantize_weight(weight, dtype)
     steps = found.scales.repeat_interleave(found.group_size, dim=1)
     assert ((dequantized(found) - weight).abs() <= steps * 1.001).all()
-
-
-@pytest.fixture(scope="module", params=USABLE, ids=lambda target: target.name)
-def compiled(request: pytest.FixtureRequest) -> Kernels:
-    try:
-        return open_kernels(request.param)
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 @settings(max_examples=60, deadline=None)
