@@ -51,14 +51,13 @@ def test_pages_of_a_lost_writer_come_back_and_it_never_writes_them_again(
     cluster.reach("granted", "e", "p1", "d0", 1)  # keeps the decode node polling its data connections
     cluster.ends["p0"].signal(ending)
     if ending == signal.SIGCONT:
-        cluster.ask("p0", "page_counts")
+        until(lambda: cluster.ask("p0", "counters")["stuck_writes"] == 1)
     time.sleep(0.5)
     cluster.ask("d0", "give_back", rid="b")  # checks every byte
     cluster.go_on("e", "p1", "d0")
     cluster.ask("d0", "give_back", rid="e")
     if ending == signal.SIGCONT:
         cluster.part("p0", "d0")
-        assert cluster.ask("p0", "counters")["stuck_writes"] == 1
         assert cluster.page_counts("p0")["free"] == NUM_PAGES
         cluster.serve("c", "p0", "d0", SOME)
         cluster.ask("d0", "give_back", rid="c")
@@ -76,8 +75,8 @@ def test_writes_of_other_pairs_that_an_invalidation_breaks_are_repeated(cluster:
     cluster.ends["p0"].signal(signal.SIGKILL)
     until(lambda: cluster.ask("d0", "counters")["nixl_invalidations"])
     cluster.ends["p1"].signal(signal.SIGCONT)
+    until(lambda: cluster.ask("p1", "counters")["stuck_writes"] == 1)
     cluster.go_on("b", "p1", "d0")
-    assert cluster.ask("p1", "counters")["stuck_writes"] == 1
     cluster.serve("c", "p1", "d0", SOME)
     for rid in "bc":
         cluster.ask("d0", "give_back", rid=rid)
