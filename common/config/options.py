@@ -151,7 +151,8 @@ def unknown_variables(environ: Mapping[str, str], known: Iterable[str], other_pr
     known = list(known)
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(other_prefixes):
-            raise ConfigError(f"the environment variable {name} is not a known option{_did_you_mean(name, known)}")
+            hint = _did_you_mean(name, known, prefix=ENV_PREFIX)
+            raise ConfigError(f"the environment variable {name} is not a known option{hint}")
 
 
 def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any]:
@@ -229,9 +230,10 @@ def _a_kind(found: Option) -> str:
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[found.kind]
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def _did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """Name the option that a name resembles most, behind the prefix that all of them share."""
+    near = difflib.get_close_matches(name.removeprefix(prefix), [other.removeprefix(prefix) for other in known], n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def to_flags(cls: type, values: Mapping[str, Any]) -> list[str]:

@@ -97,6 +97,10 @@ def test_a_misspelt_variable_is_refused_but_not_one_of_another_command(monkeypat
     monkeypatch.setenv("BATON_PROT", "2")
     with pytest.raises(ConfigError, match="BATON_PROT is not a known option; did you mean BATON_PORT"):
         gateway()
+    monkeypatch.delenv("BATON_PROT")
+    monkeypatch.setenv("BATON_FOO", "2")
+    with pytest.raises(ConfigError, match=r"BATON_FOO is not a known option$"):  # the prefix resembles nothing
+        gateway()
 
 
 @pytest.mark.parametrize(
