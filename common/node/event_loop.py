@@ -397,10 +397,8 @@ class EventLoop:
         elif isinstance(message, PrefillNodes):
             link.on_prefill_nodes(message)
             nodes = self._links.prefill_nodes
-            if not nodes:
-                log.info(
-                    "no gateway has a prefill node yet; until one comes, only local prefill works (--local-prefill)"
-                )
+            if not nodes and self._departure is None:
+                log.info("no gateway has a prefill node; until one comes, only local prefill works (--local-prefill)")
             self._role.on_gateway(PrefillNodes(nodes), now)
         elif not isinstance(message, Ping):
             self._role.on_gateway(message, now)

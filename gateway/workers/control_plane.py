@@ -403,7 +403,7 @@ class ControlPlane:
             pool.registry.on_deregister(sender, is_empty=message.is_empty)
             if not is_known:
                 num_left = self._dispatcher.num_at(sender)
-                log.info("node %s takes no new requests; %d are left on it", node.name, num_left)
+                log.info("node %s takes no new requests; %d in flight there", node.name, num_left)
                 self._announce_prefill_nodes(pool, sender)
             self._dispatcher.pump_soon()
 
