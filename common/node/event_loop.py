@@ -256,7 +256,7 @@ class EventLoop:
 
     def _begin_drain(self, timeout_s: float, now: float) -> None:
         self._drain_s, num_left = None, len(self._role.requests())
-        log.info("draining: stopping when the %d requests here have ended, or in %g s", num_left, timeout_s)
+        log.info("draining: stopping once no request is left (now %d), or in %g s", num_left, timeout_s)
         self._departure = Departure(None, now + timeout_s)
         self._links.send_to_all(Deregister())
 
