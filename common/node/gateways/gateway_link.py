@@ -104,7 +104,7 @@ class GatewayLink:
             self._report_failure(events.failure)
         if events.disconnected:
             if events.failure is None:
-                log.log(loss_level, "the gateway at %s is gone; dialling it again", self.address)
+                log.log(loss_level, "the gateway at %s is gone", self.address)
             lost, self.incarnation = self.incarnation, ""
             self.is_registered, self.is_dialling = False, True
             self.client_load = ClientLoad()
