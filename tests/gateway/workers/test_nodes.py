@@ -51,6 +51,16 @@ async def test_the_loss_of_a_node_is_a_warning_unless_it_has_said_that_it_leaves
     assert levels == {"prefill": "WARNING", "decode": "INFO"}
 
 
+@pytest.mark.parametrize(("present", "missing"), [("prefill", "decode"), ("decode", "prefill")])
+async def test_the_role_of_which_there_is_no_node_is_named(folder, present, missing):
+    async with running(folder) as stack:
+        _, none = await stack.get("/ready")
+        await stack.node(present)
+        _, one = await stack.get("/ready")
+    assert none["error"]["message"].startswith("no pair of a prefill and a decode node is registered")
+    assert one["error"]["message"].startswith(f"no {missing} node is registered")
+
+
 # ---- the client -----------------------------------------------------------------------------------------------------
 
 
