@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.errors import ConfigError, reason_of
 from common.wire.key_folder import write_folders
 
 HELP = """Make a folder of keys for each host. The first host runs the gateway; its
@@ -30,8 +30,11 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         folders = write_folders(options.folder, options.hosts)
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         print(f"keygen: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"keygen: cannot write {error.filename}: {reason_of(error)}", file=sys.stderr)
         return 2
     for folder in folders:
         runs = "gateway and nodes" if (folder / "gateway.key_secret").exists() else "nodes"

@@ -151,7 +151,8 @@ def unknown_variables(environ: Mapping[str, str], known: Iterable[str], other_pr
     known = list(known)
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(other_prefixes):
-            raise ConfigError(f"the environment variable {name} is not a known option{_did_you_mean(name, known)}")
+            hint = _did_you_mean(name, known, prefix=ENV_PREFIX)
+            raise ConfigError(f"the environment variable {name} is not a known option{hint}")
 
 
 def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any]:
@@ -178,6 +179,8 @@ def _checked(found: Option, given: Any, source: str) -> Any:
     if given is None or (found.allows_none and given == "none"):
         return None
     value = _converted(found, given, source)
+    if found.is_secret and not value:
+        raise ConfigError(f"{source} is empty; give a value, or leave it out")
     if found.choices and value not in found.choices:
         raise ConfigError(f"{source} must be one of {', '.join(found.choices)}, not {value!r}")
     is_number = found.kind in (int, float)
@@ -229,9 +232,10 @@ def _a_kind(found: Option) -> str:
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[found.kind]
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def _did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """Name the option that a name resembles most, behind the prefix that all of them share."""
+    near = difflib.get_close_matches(name.removeprefix(prefix), [other.removeprefix(prefix) for other in known], n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def to_flags(cls: type, values: Mapping[str, Any]) -> list[str]:

@@ -256,7 +256,7 @@ class EventLoop:
 
     def _begin_drain(self, timeout_s: float, now: float) -> None:
         self._drain_s, num_left = None, len(self._role.requests())
-        log.info("draining: stopping when the %d requests here have ended, or in %g s", num_left, timeout_s)
+        log.info("draining: stopping once no request is left (now %d), or in %g s", num_left, timeout_s)
         self._departure = Departure(None, now + timeout_s)
         self._links.send_to_all(Deregister())
 
@@ -397,10 +397,8 @@ class EventLoop:
         elif isinstance(message, PrefillNodes):
             link.on_prefill_nodes(message)
             nodes = self._links.prefill_nodes
-            if not nodes:
-                log.info(
-                    "no gateway has a prefill node yet; until one comes, only local prefill works (--local-prefill)"
-                )
+            if not nodes and self._departure is None:
+                log.info("no gateway has a prefill node; until one comes, only local prefill works (--local-prefill)")
             self._role.on_gateway(PrefillNodes(nodes), now)
         elif not isinstance(message, Ping):
             self._role.on_gateway(message, now)

@@ -403,7 +403,7 @@ class ControlPlane:
             pool.registry.on_deregister(sender, is_empty=message.is_empty)
             if not is_known:
                 num_left = self._dispatcher.num_at(sender)
-                log.info("node %s takes no new requests; %d are left on it", node.name, num_left)
+                log.info("node %s takes no new requests; requests left there: %d", node.name, num_left)
                 self._announce_prefill_nodes(pool, sender)
             self._dispatcher.pump_soon()
 
@@ -414,7 +414,9 @@ class ControlPlane:
             return
         node = pool.registry.workers[incarnation]
         pool.registry.remove(incarnation)
-        log.info("%s node %s is gone", node.register.role, node.name)
+        level = logging.INFO if node.is_draining else logging.WARNING
+        num_left = self._dispatcher.num_at(incarnation)
+        log.log(level, "%s node %s is gone; requests left there: %d", node.register.role, node.name, num_left)
         self.role_changes.lost(node)
         alive_until = pool.registry.alive_until(node, self._clock.now())
         self._clear_state(pool, incarnation, node.name, is_empty=node.is_empty, alive_until=alive_until)

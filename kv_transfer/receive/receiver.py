@@ -290,7 +290,7 @@ class Receiver:
         """Grant the pages that wait for the connection, since the prefill node has attached the pool."""
         self._totals[f"pairs_by_{message.transport}"] += 1
         log.info(
-            "receiving pages from prefill node %s by %s%s",
+            "receiving pages from node %s by %s%s",
             connection.name,
             message.transport,
             message.why and f": {message.why}",

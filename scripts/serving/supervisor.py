@@ -152,7 +152,8 @@ class Supervisor:
             await asyncio.gather(*(child.process.wait() for child in self.children if child.process))
 
     def signal_all(self, number: signal.Signals) -> None:
-        for child in self.children:
+        """Send a signal to every child, to nodes before gateways: a node that is stopping expects its gateway to go."""
+        for child in reversed(self.children):
             if child.process is not None and child.process.returncode is None:
                 child.process.send_signal(number)
 

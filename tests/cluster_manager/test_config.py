@@ -27,6 +27,7 @@ def test_the_example_is_read() -> None:
         "keys": "/etc/baton/keys",
         "tp": 2,
         "max_running_requests": 128,
+        "memory_fraction": 0.8,
     }
 
 

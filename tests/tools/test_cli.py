@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.version import VERSION
-from scripts import cli
+from scripts import cli, keygen
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,3 +109,10 @@ def test_a_failure_of_another_file_is_no_failure_of_standard_output(monkeypatch:
 
     with pytest.raises(FileNotFoundError):
         run_simulate(monkeypatch, fail)
+
+
+def test_keygen_names_the_folder_that_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert keygen.main([str(file / "keys"), "a"]) == 2
+    assert capsys.readouterr().err == f"keygen: cannot write {file / 'keys'}: Not a directory\n"

@@ -321,6 +321,7 @@ def test_nodes_of_one_role_run_existing_commands_and_are_scaled_by_advice(
     (container,) = template["spec"]["containers"]
     config = checked(with_downward(container["args"], container), variables_of(container), monkeypatch)
     assert container["args"][0] == container["name"] == role
+    assert config.memory_fraction == 0.8, "no other node shares its GPU"
     assert template["spec"]["terminationGracePeriodSeconds"] > config.drain_timeout
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"peers": config.data_port, f"{role}-http": config.http_port}

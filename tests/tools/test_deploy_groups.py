@@ -191,6 +191,7 @@ def test_the_job_starts_the_cluster_that_its_map_describes(tmp_path: Path) -> No
     path.write_text(described["data"]["cluster.toml"])
     cluster = read_cluster_file(path)
     assert all(cluster.values(role).get("model") for role in ROLES)
+    assert all(cluster.values(role).get("memory_fraction") == 0.8 for role in ROLES if cluster.group(role).gpus)
     job = resource("RayJob")
     words = shlex.split(job["spec"]["entrypoint"])
     assert words[:3] == ["baton", "cluster", "up"]
@@ -224,6 +225,7 @@ def test_pods_of_a_group_run_existing_commands(index: int, role: str, monkeypatc
     assert {"name": "ROLE", "value": role} in container["env"]
     config = checked(with_downward(words, container), {"BATON_CLUSTER_KEY": "key"}, monkeypatch)
     assert template["metadata"]["labels"]["baton/role"] == role
+    assert config.memory_fraction == 0.8, "no other node shares its GPU"
     assert "lifecycle" not in container
     assert template["spec"]["terminationGracePeriodSeconds"] >= config.drain_timeout + TIME_TO_END_S
     assert {port["containerPort"] for port in container["ports"]} == {config.data_port, config.http_port}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -48,6 +49,14 @@ async def test_a_child_that_dies_is_restarted_alone():
     await supervisor.stop()
     await running
     assert first.process.returncode == second.process.returncode == -signal.SIGTERM
+
+
+def test_nodes_learn_of_a_stop_before_their_gateway():
+    told, children = [], [child("", name) for name in ("gateway", "prefill-0", "decode-0")]
+    for one in children:
+        one.process = SimpleNamespace(returncode=None, send_signal=lambda number, name=one.name: told.append(name))
+    Supervisor(children, Lines()).signal_all(signal.SIGTERM)
+    assert told == ["decode-0", "prefill-0", "gateway"]
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])

@@ -32,8 +32,8 @@ REGISTRATION_S = 10.0  # in which a gateway must have answered a registration; t
 REMEDIES = {
     HandshakeFailure.KEY: "it does not permit the key of this node: give both --keys folders of one baton keygen, with "
     "the node's public key in the folder nodes of the gateway's",
-    HandshakeFailure.PROTOCOL: "only one of the two has keys (start both with keys, or both with --insecure), or the "
-    "process there is not a gateway of this release of Baton",
+    HandshakeFailure.PROTOCOL: "only one of the two has keys (start both with keys, or both with --insecure), or this "
+    "is not the --control-port of a gateway of this release of Baton",
     HandshakeFailure.CLOSED: "the process there closes the connection, as one does that is ending or overloaded, or a "
     "gateway with another key (then give both --keys folders of one baton keygen)",
 }
@@ -104,7 +104,7 @@ class GatewayLink:
             self._report_failure(events.failure)
         if events.disconnected:
             if events.failure is None:
-                log.log(loss_level, "the gateway at %s is gone; dialling it again", self.address)
+                log.log(loss_level, "the gateway at %s is gone", self.address)
             lost, self.incarnation = self.incarnation, ""
             self.is_registered, self.is_dialling = False, True
             self.client_load = ClientLoad()

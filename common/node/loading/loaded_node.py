@@ -168,7 +168,7 @@ class LoadedNode:
         if self._is_stopping:
             loop.stop()
         log.info(
-            "%s node ready: %d pages of %d tokens, %s with %d bytes for each; dialling %s",
+            "%s node ready: %d pages of %d tokens, %s with %d bytes for each token; dialling %s",
             config.role,
             worker.capacity.num_pages,
             config.page_size,

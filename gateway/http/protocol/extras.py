@@ -97,6 +97,7 @@ INSTEAD = {
     "thread": "send the whole conversation",
     "extra_key": "use cache_salt",
     "request_id": "send the header x-request-id",
+    "rid": "/abort_request takes the id of the answer",
     "lora_path": "name the adapter as model",
     "chat_template": "start the gateway with --chat-template",
     "enable_thinking": "put it into chat_template_kwargs, or use reasoning_effort",

@@ -6,7 +6,7 @@ A failed check of a value raises a ``RequestError`` that names the field.
 import asyncio
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -441,11 +441,11 @@ def check_length(prompt: Sequence[int], limits: ServingLimits, param: str) -> No
         raise refuse(f"{message}; shorten it, or raise --max-total-tokens of the node", param, ErrorCode.POOL_TOO_SMALL)
 
 
-def _check_vocabulary(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
+def _check_vocabulary(ids: Collection[int], limits: ServingLimits, param: str) -> None:
     """Refuses ids that the model does not have. It has all ids of the tokenizer (``gateway.workers.registry``)."""
-    if not prompt:
+    if not ids:
         raise refuse("must not be empty", param)
-    smallest, largest = min(prompt), max(prompt)
+    smallest, largest = min(ids), max(ids)
     if smallest < 0 or largest >= limits.vocab_size:
         wrong = smallest if smallest < 0 else largest
         raise refuse(f"token id {wrong} is not in the vocabulary, which has {limits.vocab_size} ids", param)
@@ -523,9 +523,8 @@ def _sampling_params(
 
 def _check_token_ids(body: SamplingFields, limits: ServingLimits, prefix: str) -> None:
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        given = getattr(body, name)
-        if given and max(given) >= limits.vocab_size:
-            raise refuse(f"a token id is not in the vocabulary, which has {limits.vocab_size} ids", prefix + name)
+        if given := getattr(body, name):
+            _check_vocabulary(given, limits, prefix + name)
 
 
 def _stop_strings(given: str | list[str] | None, param: str) -> tuple[str, ...]:

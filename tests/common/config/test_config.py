@@ -97,6 +97,10 @@ def test_a_misspelt_variable_is_refused_but_not_one_of_another_command(monkeypat
     monkeypatch.setenv("BATON_PROT", "2")
     with pytest.raises(ConfigError, match="BATON_PROT is not a known option; did you mean BATON_PORT"):
         gateway()
+    monkeypatch.delenv("BATON_PROT")
+    monkeypatch.setenv("BATON_FOO", "2")
+    with pytest.raises(ConfigError, match=r"BATON_FOO is not a known option$"):  # the prefix resembles nothing
+        gateway()
 
 
 @pytest.mark.parametrize(
@@ -117,6 +121,7 @@ def test_a_misspelt_variable_is_refused_but_not_one_of_another_command(monkeypat
         (["--control-host", "0.0.0.0"], "--control-host 0.0.0.0 can be reached from other machines.*--insecure"),
         (["--host", "0.0.0.0"], "--host 0.0.0.0 can be reached.* set --api-key, or .*--insecure"),
         (["--default-priority-value", "2147483648"], "--default-priority-value must be at most 2147483647, not 2"),
+        (["--api-key", ""], "--api-key is empty; give a value, or leave it out"),
         (["--api-key", "k\n"], "--api-key has a line break, or a space at its beginning or end"),
         (["--admin-api-key", " k"], "--admin-api-key has a line break, or a space at its beginning or end"),
     ],

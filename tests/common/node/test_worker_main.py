@@ -364,6 +364,18 @@ def test_prefill_nodes_are_those_of_all_gateways() -> None:
             assert sorted(role.named) == [f"prefill-{i}" for i in sorted(names)]
 
 
+def test_only_a_node_that_stays_says_that_prefill_nodes_are_missing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with node_of(Named()) as node:
+        (link,) = node._links
+        node._on_gateway(link, "0" * 32, PrefillNodes(()), 0.0)
+        node._begin_drain(1.0, 0.0)
+        node._on_gateway(link, "0" * 32, PrefillNodes(()), 0.0)
+    assert [record.message for record in caplog.records if "prefill node" in record.message] == [
+        "no gateway has a prefill node; until one comes, only local prefill works (--local-prefill)"
+    ]
+
+
 def test_a_withdrawn_adapter_waits_for_every_connected_gateway_and_is_told_to_one_that_registers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

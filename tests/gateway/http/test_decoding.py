@@ -90,6 +90,7 @@ def test_types_are_checked_in_bodies_with_extras_too():
         (ChatCompletionRequest, {**CHAT, "temprature": 1}, "temprature", "did you mean temperature?"),
         (ChatCompletionRequest, {**CHAT, "max_new_tokens": 1}, "max_new_tokens", "use max_tokens"),
         (ChatCompletionRequest, {**CHAT, "enable_thinking": True}, "enable_thinking", "chat_template_kwargs"),
+        (ChatCompletionRequest, {**CHAT, "rid": "a"}, "rid", "/abort_request takes the id of the answer"),
         (ChatCompletionRequest, {**CHAT, "xyzzy": 1}, "xyzzy", "unknown field"),
         (ChatCompletionRequest, {**CHAT, "structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "mean json?"),
         (CompletionRequest, {"prompt": "a", "promt": "a"}, "promt", "did you mean prompt?"),

@@ -215,6 +215,12 @@ async def test_every_bad_body_is_refused_with_the_field_named(stack):
     assert stack.nodes[0].generates == {}
 
 
+async def test_a_token_id_that_the_model_does_not_have_is_named(stack):
+    for field, value in (("logit_bias", {"5": 1, "512": 1}), ("stop_token_ids", [512, 5]), ("prompt", [5, 512])):
+        _, answer = await stack.post("/v1/completions", {"prompt": "a", field: value})
+        assert answer["error"]["message"] == f"{field}: token id 512 is not in the vocabulary, which has 512 ids"
+
+
 async def test_unknown_models_and_oversized_requests_have_their_own_codes(folder):
     async with running(folder) as stack:
         await stack.node("prefill", num_pages=10)

@@ -4,6 +4,7 @@ is aborted on the nodes."""
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from urllib.parse import urlsplit
 
@@ -35,6 +36,29 @@ async def serves(stack):
     for node in stack.nodes:
         node.on_generate = echo
     return (await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 2}))[0] == 200
+
+
+async def test_the_loss_of_a_node_is_a_warning_unless_it_has_said_that_it_leaves(folder, caplog):
+    caplog.set_level(logging.INFO, "gateway.workers.control_plane")
+    async with silent_pair(folder, node_timeout=600.0) as stack:
+        prefill, decode = stack.nodes
+        await prefill.kill()
+        await decode.kill(decode.leave)
+        async with asyncio.timeout(60):
+            while caplog.text.count("is gone") < 2:
+                await asyncio.sleep(0.01)
+    levels = {record.args[0]: record.levelname for record in caplog.records if "is gone" in record.message}
+    assert levels == {"prefill": "WARNING", "decode": "INFO"}
+
+
+@pytest.mark.parametrize(("present", "missing"), [("prefill", "decode"), ("decode", "prefill")])
+async def test_the_role_of_which_there_is_no_node_is_named(folder, present, missing):
+    async with running(folder) as stack:
+        _, none = await stack.get("/ready")
+        await stack.node(present)
+        _, one = await stack.get("/ready")
+    assert none["error"]["message"].startswith("no pair of a prefill and a decode node is registered")
+    assert one["error"]["message"].startswith(f"no {missing} node is registered")
 
 
 # ---- the client -----------------------------------------------------------------------------------------------------
