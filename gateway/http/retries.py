@@ -5,6 +5,7 @@ nodes are asked for its outputs so far, which are then continued like those of a
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,11 @@ from gateway.metrics.collectors import Metrics
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.idempotency import IdempotencyStore, KeyedRequest, RequestIdentity
 from gateway.requests.input.generate_request import GenerateRequest
-from gateway.requests.output_processor import OutputStream
+from gateway.requests.output_processor import OutputStream, are_in_vocabulary
 from gateway.workers.control_plane import ControlPlane
 from gateway.workers.served_models import ServedModel
+
+log = logging.getLogger(__name__)
 
 #: Nodes that do not say in time which requests they know are taken to know none. A node that has lost its core for
 #: some time still answers; only while a node hangs do requests with a key wait so long.
@@ -68,6 +71,9 @@ class Retries:
                 best = found.get(output.key)
                 if request is None or (best is not None and len(best.tokens) >= len(output.tokens)):
                     continue
+                if not _can_be(output, request, nodes[incarnation].register.vocab_size):
+                    log.error("node %s has kept an output that it cannot have made", nodes[incarnation].name)
+                    continue
                 if output.tokens:
                     model.pool.router.note_cached(request.prompt, request.salt, incarnation)
                 found[output.key] = output
@@ -98,6 +104,12 @@ class Retries:
             for stream in request.streams:
                 if not stream.is_ended:
                     self._dispatcher.abort(stream.request.rid, "the client has disconnected")
+
+
+def _can_be(output: KeptOutput, request: GenerateRequest, vocab_size: int) -> bool:
+    """Whether a request may have this output so far."""
+    num_left = request.sampling.max_new_tokens - len(output.tokens)
+    return are_in_vocabulary(output.tokens, vocab_size) and num_left >= (0 if output.finish else 1)
 
 
 def draws_seeds(body: Any) -> bool:

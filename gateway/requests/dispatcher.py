@@ -42,7 +42,8 @@ from gateway.requests.attempts.further_attempts import (
     confirm_loss,
     end_by_failure,
     end_by_loss,
-    end_by_wrong_token,
+    end_by_wrong_output,
+    wrong_output,
 )
 from gateway.requests.attempts.moves import Moves
 from gateway.requests.attempts.recovery import AttemptEnd
@@ -559,8 +560,8 @@ class Dispatcher:
         if flight is None:
             self._channel.send(Abort(message.rid, message.attempt), sender)
             return
-        if min(message.tokens, default=0) < 0 or max(message.tokens, default=0) >= flight.vocab_size:
-            end = end_by_wrong_token(flight, sender)
+        if wrong := wrong_output(message, flight.vocab_size):
+            end = end_by_wrong_output(flight, sender, wrong)
             log.error("%s", end.message)
             self._recover(flight, end)
             return

@@ -35,6 +35,10 @@ TIMINGS = {
 MAX_REPORTS = 16
 
 
+def are_in_vocabulary(tokens: Sequence[int], vocab_size: int) -> bool:
+    return min(tokens, default=0) >= 0 and max(tokens, default=0) < vocab_size
+
+
 class StageReport(NamedTuple):
     """Spans that a node has sent.
 

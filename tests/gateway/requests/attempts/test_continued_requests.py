@@ -5,8 +5,9 @@ from support.gateway.fake_nodes import PADDED_VOCAB
 from support.gateway.played_cluster import PlayedCluster, Text, output_of, token_of
 
 from common.errors import ErrorCode
-from common.sampling_params import SamplingParams
+from common.sampling_params import SamplingParams, TokenLogprobs
 from common.wire.messages import Abort, Generate, Heartbeat, Move, Moved, Tokens
+from common.wire.packed_logprobs import pack_logprobs
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 
@@ -122,6 +123,29 @@ def test_a_token_id_that_the_model_does_not_have_is_a_failure_of_its_node(
     cluster.prefill("a")
     cluster.decode("a", 20)
     assert (stream.ids, stream.num_attempts) == (output_of(stream), 2)
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "wrong"),
+    [
+        ((b"\xc1",), "log-probabilities that cannot be read"),
+        ((pack_logprobs(TokenLogprobs(-1.0, ((PADDED_VOCAB, -2.0),))),), "log-probabilities of other tokens"),
+        ((pack_logprobs(TokenLogprobs(-1.0)),) * 2, "log-probabilities of other tokens"),
+    ],
+)
+def test_wrong_log_probabilities_are_a_failure_of_their_node(
+    logprobs: tuple[bytes, ...], wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = PlayedCluster()
+    stream = cluster.come("a")
+    broken = cluster.node_of("prefill", "a")
+    cluster.dispatcher.on_tokens(broken, Tokens("a", stream.attempt, 0, (5,), logprobs=logprobs))
+    cluster.wait(1.0)
+    assert caplog.messages == [f"node {cluster.names[broken]} sent {wrong}"]
+    cluster.prefill("a")
+    cluster.decode("a", 20)
+    assert (stream.ids, stream.logprobs, stream.num_attempts) == (output_of(stream), [], 2)
     cluster.check_idle()
 
 
