@@ -595,7 +595,7 @@ class Dispatcher:
 
     def on_failed(self, sender: str, message: Failed) -> None:
         flight = self._in_flight.concerned(sender, message)
-        if flight is None:
+        if flight is None or (flight.is_prefilled and flight.pair is not None and sender == flight.pair.prefill):
             return
         flight.failed_at = sender
         if message.code is ErrorCode.ABORTED:  # by the node that sends the pages, and not on our behalf: it has lost us

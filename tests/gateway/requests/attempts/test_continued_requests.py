@@ -6,7 +6,7 @@ from support.gateway.played_cluster import PlayedCluster, Text, output_of, token
 
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
-from common.wire.messages import Abort, Generate, Heartbeat, Move, Moved, Tokens
+from common.wire.messages import Abort, Failed, Generate, Heartbeat, Move, Moved, Tokens
 from common.wire.packed_logprobs import pack_logprobs
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
@@ -70,6 +70,19 @@ def test_a_continued_request_needs_its_new_prefill_node_until_the_next_token() -
     cluster.prefill("a")
     cluster.decode("a", 20)
     assert stream.ids == output_of(stream)
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("code", [ErrorCode.NODE_LOST, ErrorCode.SHUTTING_DOWN, ErrorCode.OUT_OF_PAGES])
+def test_what_a_prefill_node_says_after_a_token_of_the_decode_node_changes_nothing(code: ErrorCode) -> None:
+    cluster = PlayedCluster()
+    stream = cluster.come("a")
+    prefill = cluster.node_of("prefill", "a")
+    cluster.prefill("a")
+    cluster.decode("a")
+    cluster.dispatcher.on_failed(prefill, Failed("a", stream.attempt, code, "no acknowledgement has come"))
+    cluster.decode("a", 20)
+    assert (stream.error, stream.num_attempts, stream.ids) == (None, 1, output_of(stream))
     cluster.check_idle()
 
 
