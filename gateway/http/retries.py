@@ -60,10 +60,11 @@ class Retries:
     async def take_over(self, model: ServedModel, requests: Sequence[GenerateRequest]) -> dict[str, KeptOutput]:
         """The outputs so far, by key, of requests that another gateway has sent to the nodes; they end there."""
         found: dict[str, KeptOutput] = {}
-        nodes = model.pool.registry.workers
+        workers = model.pool.registry.workers
+        asked = dict(workers)  # some may have gone when the answers are here
         answers = await self._control.find(model.name, [request.key for request in requests], FIND_TIMEOUT_S)
         prompts = {request.key: request for request in requests}
-        if len({node.revision for node in nodes.values()}) > 1:
+        if len({node.revision for node in workers.values()}) > 1:
             return found  # the weights that made an output are not known
         for incarnation, outputs in answers.items():
             for output in outputs:
@@ -71,10 +72,10 @@ class Retries:
                 best = found.get(output.key)
                 if request is None or (best is not None and len(best.tokens) >= len(output.tokens)):
                     continue
-                if not _can_be(output, request, nodes[incarnation].register.vocab_size):
-                    log.error("node %s has kept an output that it cannot have made", nodes[incarnation].name)
+                if not _can_be(output, request, asked[incarnation].register.vocab_size):
+                    log.error("node %s has kept an output that it cannot have made", asked[incarnation].name)
                     continue
-                if output.tokens:
+                if output.tokens and incarnation in workers:
                     model.pool.router.note_cached(request.prompt, request.salt, incarnation)
                 found[output.key] = output
         return found

@@ -4,15 +4,20 @@ import asyncio
 import json
 import logging
 from itertools import count
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 from support.gateway.fake_nodes import PADDED_VOCAB, echo, events, running
+from support.gateway.played_cluster import PlayedCluster
 from support.gateway.toy_stack import answers, ids_of, toy_stack
 
 from common.errors import ErrorCode
+from common.sampling_params import SamplingParams
 from common.wire.messages import Find, Generate, KeptOutput
+from gateway.http.retries import Retries
 from gateway.requests.idempotency import identify
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.input.input_processor import InputProcessor
 
 KEY = {"Idempotency-Key": "one"}
@@ -204,6 +209,25 @@ async def test_an_output_that_a_node_has_kept_is_continued_only_if_the_request_c
     assert text == ("xEF" if is_taken else "DEF")
     error = f"node {decode.register.name} has kept an output that it cannot have made"
     assert caplog.messages == ([] if is_taken else [error])
+
+
+async def test_a_node_that_has_told_of_an_output_may_go_before_the_others_have_answered():
+    cluster = PlayedCluster()
+    model, router, incarnation = (
+        SimpleNamespace(name="tiny", pool=cluster.pool),
+        cluster.pool.router,
+        [*cluster.work][-1],
+    )
+    request = GenerateRequest("r", "r", (65, 66), SamplingParams(max_new_tokens=3), "tiny", timeout_s=9.0, key="k")
+
+    class Control:
+        async def find(self, *_):
+            cluster.lose(incarnation)
+            return {incarnation: (KeptOutput("k", (67,)),)}
+
+    retries = Retries(None, None, Control(), metrics=None, clock=None, grace_s=0.0)
+    assert await retries.take_over(model, [request]) == {"k": KeptOutput("k", (67,))}
+    assert incarnation not in router._rows
 
 
 @pytest.mark.parametrize("other", [(COMPLETIONS, {"prompt": "y"}), ("/generate", {"text": "x"})])
