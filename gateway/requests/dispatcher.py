@@ -561,9 +561,7 @@ class Dispatcher:
             self._channel.send(Abort(message.rid, message.attempt), sender)
             return
         if wrong := wrong_output(message, flight.vocab_size):
-            end = end_by_wrong_output(flight, sender, wrong)
-            log.error("%s", end.message)
-            self._recover(flight, end)
+            self._recover_from_wrong_output(flight, sender, wrong)
             return
         if flight.is_prefill_counted and message.index == flight.num_continued and flight.pair is not None:
             flight.is_prefill_counted = False
@@ -573,10 +571,19 @@ class Dispatcher:
         flight.stream.on_tokens(message, self._clock.now())
         if flight.stream.is_ended:
             self._remove(flight)
+        elif flight.stream.lacks_token and flight.pair is not None:
+            wrong = f"later tokens without token {len(flight.stream.ids)}"
+            self._recover_from_wrong_output(flight, flight.pair.last, wrong)
+            return
         elif (flight.is_probe or flight.has_reserved_nodes) and has_passed_trial(flight):
             self.on_workers_added(flight.pool)
         if self._moves and not flight.stream.is_ended:
             self._go_on_at_target(flight)
+
+    def _recover_from_wrong_output(self, flight: InFlightRequest, sender: str, wrong: str) -> None:
+        end = end_by_wrong_output(flight, sender, wrong)
+        log.error("%s", end.message)
+        self._recover(flight, end)
 
     def on_spans(self, sender: str, message: Spans, report: StageReport) -> bool:
         """Passes spans of a node to their stream; False if it has ended."""

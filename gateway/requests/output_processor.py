@@ -182,6 +182,11 @@ class OutputStream(msgspec.Struct, eq=False):
             self._append(early, 0, now)
         self._wake()
 
+    @property
+    def lacks_token(self) -> bool:
+        """Whether a token has not come, and later ones of its node have. Only the first comes from another node."""
+        return bool(self._early and self.ids)
+
     def drop_early(self) -> None:
         """Drops tokens that came before those in front of them: their attempt has ended, and the next sends them."""
         self._early.clear()

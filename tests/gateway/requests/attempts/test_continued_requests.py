@@ -139,6 +139,28 @@ def test_a_token_id_that_the_model_does_not_have_is_a_failure_of_its_node(
     cluster.check_idle()
 
 
+@pytest.mark.parametrize("is_early", [False, True], ids=["after the first token", "before the first token"])
+def test_a_missing_token_is_a_failure_of_the_decode_node(is_early: bool, caplog: pytest.LogCaptureFixture) -> None:
+    cluster = PlayedCluster()
+    stream = cluster.come("a")
+    broken = cluster.node_of("decode", "a")
+    if not is_early:
+        cluster.prefill("a")
+        cluster.decode("a", 4)
+    known = max(len(stream.ids), 1)
+    cluster.dispatcher.on_tokens(broken, Tokens("a", stream.attempt, known + 1, (249,)))
+    if is_early:
+        assert stream.num_attempts == 1, "the first token may still come"
+        cluster.prefill("a")
+    cluster.wait(1.0)
+    assert caplog.messages == [f"node {cluster.names[broken]} sent later tokens without token {known}"]
+    cluster.prefill("a")
+    assert not cluster.generate(broken, "a"), "others can serve it"
+    cluster.decode("a", 20)
+    assert (stream.ids, stream.num_attempts) == (output_of(stream), 2)
+    cluster.check_idle()
+
+
 @pytest.mark.parametrize(
     ("logprobs", "wrong"),
     [
