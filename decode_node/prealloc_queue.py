@@ -113,9 +113,17 @@ class PreallocQueue:
     # ---- the order --------------------------------------------------------------------------------------------------
 
     def sort(self, now: float, begun: Sequence[Request] = ()) -> Sequence[Request]:
-        """``begun``, retracted and waiting requests in the order in which they are served."""
-        retracted = sorted(self._table.not_held(self._table.retracted.values()), key=lambda request: request.arrived_at)
-        return self._ordering.merge([*begun, *retracted], list(self._table.waiting.values()), now)
+        """``begun``, retracted and waiting requests in the order in which they are served.
+
+        Held requests that wait come last, or not at all if they would be computed here: computed requests have slots.
+        """
+        table = self._table
+        retracted = sorted(table.not_held(table.retracted.values()), key=lambda request: request.arrived_at)
+        in_order = self._ordering.merge([*begun, *retracted], table.not_held(table.waiting.values()), now)
+        if not table.held:
+            return in_order
+        held = [r for r in table.waiting.values() if r.key in table.held and r.key not in table.local]
+        return [*in_order, *held]
 
     def step_candidates(self, now: float, begun: Sequence[Request]) -> list[Request]:
         """Requests that the next step may compute a chunk of, in order, and requests that are short of pages.
@@ -159,7 +167,7 @@ class PreallocQueue:
         table = self._table
         yield from filter(self.is_computed_here, table.not_held(table.retracted.values()))
         if table.num_waiting_local:
-            yield from (request for request in table.waiting.values() if request.key in table.local)
+            yield from (request for request in table.not_held(table.waiting.values()) if request.key in table.local)
 
     def _is_before(self, local: Request, received: Request) -> bool:
         """Whether a request that is computed here comes before one that has its pages, where both lack a slot.

@@ -71,7 +71,9 @@ class Preemptor:
         retracted = map(self._ordering.priority, table.not_held(table.retracted.values()))
         if not self._ordering.may_preempt_any(max([table.waiting.highest_priority, *retracted]), holders):
             return False
-        first = self._queue.sort(now)[0]
+        if not (in_order := self._queue.sort(now)):
+            return False
+        first = in_order[0]
         weaker = self._ordering.in_preemption_order(
             other for other in holders if self._ordering.may_preempt(first, other, now)
         )

@@ -121,8 +121,7 @@ class DecodeRole:
         elif isinstance(message, Move):
             self._stop_to_move(message, now)
         elif isinstance(message, Reprioritize):
-            key = (message.rid, message.attempt)
-            self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
+            self._reprioritize(message, now)
         elif isinstance(message, SetPaused):
             self._scheduler.set_paused((message.rid, message.attempt), is_paused=message.is_paused)
         elif isinstance(message, Flush):
@@ -399,6 +398,15 @@ class DecodeRole:
             waited_s=max(now - request.arrived_at, 0.0),
         )
         self.outbox.peers.append((source, resume))
+
+    def _reprioritize(self, message: Reprioritize, now: float) -> None:
+        """Change a priority here, and at the prefill node that computes the request again."""
+        key = (message.rid, message.attempt)
+        self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
+        source = self._scheduler.source(key)
+        if key in self._transfers and source is not None and self._scheduler.is_receiving(key):
+            passed_on = Reprioritize(*self._transfers[key], message.priority, message.priority_class)
+            self.outbox.peers.append((source, passed_on))
 
     def _transfer_of(self, key: RequestKey) -> RequestKey:
         """The key by which the transfer plane knows the request's pages."""

@@ -30,7 +30,6 @@ from common.scheduling.prefill_adder import SamplingFailed
 from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     MAX_TEXT,
-    RESUMED,
     Abort,
     Connect,
     Failed,
@@ -115,8 +114,7 @@ class PrefillRole:
             if self._end(key, "aborted", "the gateway ended it") and message.reason == "continued":
                 self._totals["interrupted_requests"] += 1
         elif isinstance(message, Reprioritize):
-            for key in self._keys_of(message.rid, message.attempt):
-                self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
+            self._reprioritize(message, now)
         elif isinstance(message, Flush):
             self.outbox.gateway.append(Flushed(self._cache.clear(), message.number))
         elif isinstance(message, GetDecisions):
@@ -128,6 +126,8 @@ class PrefillRole:
             self._sender.connect(peer, message)
         elif isinstance(message, Resume):
             self._resume(peer, message, now)
+        elif isinstance(message, Reprioritize):
+            self._reprioritize(message, now)
         else:
             self._sender.on_message(peer, message, now)
         self._settle()
@@ -235,9 +235,9 @@ class PrefillRole:
         self._resumed[request.key] = None
         self._sender.open(request.key, peer)
 
-    def _keys_of(self, rid: str, attempt: int) -> list[RequestKey]:
-        """Under which the request may be here: its own, and those under which decode nodes have it computed again."""
-        return [(rid, attempt), *(key for key in self._resumed if (key[0], key[1] % RESUMED) == (rid, attempt))]
+    def _reprioritize(self, message: Reprioritize, now: float) -> None:
+        key = (message.rid, message.attempt)
+        self._scheduler.reprioritize(key, message.priority, now, priority_class=message.priority_class)
 
     def _on_computed(self, computed: Computed, now: float) -> None:
         """Let pages leave. After the last chunk, answer the gateway and hand the request over."""
@@ -260,7 +260,7 @@ class PrefillRole:
             self._close(request.key, "finished")
         else:
             length = self._allocator.transfer_length(len(request.prompt))
-            done = PrefillDone(request.rid, request.attempt, length, first.token, first.logprobs)
+            done = PrefillDone(request.rid, request.attempt, length, first.token)
             self._sender.finish(request.key, done, self._to_transfer(request, len(request.pages)))
 
     def _to_transfer(self, request: Request, num_pages: int) -> Sequence[int]:

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 import zmq
 
+from common.errors import ConfigError, reason_of
 from common.node.endpoint import ControlEndpoint
+from common.wire.address import host_and_port
 from common.wire.curve import KEY_BYTES
 from common.wire.mailbox import Mailbox
 from common.wire.messages import FromPrefill, Message, Peer
@@ -39,9 +41,10 @@ class PrefillConnections:
         """Connect to a node, in place of any connection to it; if that fails, the node counts as lost."""
         self.hang_up(peer.incarnation)
         try:
+            host_and_port(peer.address, "its address")
             mailbox = self._endpoint.dial(FromPrefill, peer.address, bytes.fromhex(peer.public_key) or NO_KEY)
-        except zmq.ZMQError as error:  # this process has no descriptor left
-            log.warning("cannot dial %s: %s", peer.name, error.strerror or error)
+        except (ConfigError, zmq.ZMQError) as error:  # an impossible address, or this process has no descriptor left
+            log.warning("cannot dial %s: %s", peer.name, reason_of(error))
             self._failed.append(peer.incarnation)
             return
         self._mailboxes[peer.incarnation] = mailbox

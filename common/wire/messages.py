@@ -17,13 +17,13 @@ from common.config.lora import ADAPTER_NAME, adapter_id
 from common.config.shared import Role
 from common.errors import ErrorCode
 from common.finish_reason import Finish
-from common.sampling_params import SamplingParams, TokenLogprobs
+from common.sampling_params import SamplingParams
 from common.stage_spans import StageSpan
 from common.wire.packed_logprobs import PackedLogprobs
 
 #: Rises with every change of the protocol; ``tests/common/wire/test_messages.py`` detects one. ``Header`` and
 #: ``Refused`` never change, so that a peer with another version understands why it is refused.
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 
 Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -453,7 +453,10 @@ class Abort(RequestMessage, frozen=True, tag="abort"):
 
 
 class Reprioritize(RequestMessage, frozen=True, tag="reprioritize"):
-    """gateway -> both nodes: changes the priority, and perhaps the class, of a request."""
+    """gateway -> both nodes: changes the priority, and perhaps the class, of a request.
+
+    A decode node passes it on, as of the transfer, to the prefill node that computes the request again (``Resume``).
+    """
 
     priority: int
     priority_class: ShortText | None = None  # None: unchanged
@@ -626,7 +629,6 @@ class PrefillDone(RequestMessage, frozen=True, tag="prefill_done"):
 
     length: Annotated[int, Meta(ge=1)]  # of what is written or being written: see ``PageAllocator.transfer_length``
     token: Count  # the first output token
-    logprobs: TokenLogprobs | None = None
 
 
 class TransferAck(RequestMessage, frozen=True, tag="transfer_ack"):
@@ -709,7 +711,7 @@ FromGateway = (
     | AdapterUnused
     | Ping
 )
-FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Ping
+FromDecode = Connect | Grant | Resend | TransferAck | AbortTransfer | Resume | Reprioritize | Ping
 #: What may come to the socket on which a node listens.
 ToListeningNode = FromDecode | Invite
 FromPrefill = Connected | OfferBeside | AttachFailed | Refused | PagesWritten | PrefillDone | Closed | Ping

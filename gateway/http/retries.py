@@ -5,6 +5,7 @@ nodes are asked for its outputs so far, which are then continued like those of a
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,11 @@ from gateway.metrics.collectors import Metrics
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.idempotency import IdempotencyStore, KeyedRequest, RequestIdentity
 from gateway.requests.input.generate_request import GenerateRequest
-from gateway.requests.output_processor import OutputStream
+from gateway.requests.output_processor import OutputStream, are_in_vocabulary
 from gateway.workers.control_plane import ControlPlane
 from gateway.workers.served_models import ServedModel
+
+log = logging.getLogger(__name__)
 
 #: Nodes that do not say in time which requests they know are taken to know none. A node that has lost its core for
 #: some time still answers; only while a node hangs do requests with a key wait so long.
@@ -57,10 +60,11 @@ class Retries:
     async def take_over(self, model: ServedModel, requests: Sequence[GenerateRequest]) -> dict[str, KeptOutput]:
         """The outputs so far, by key, of requests that another gateway has sent to the nodes; they end there."""
         found: dict[str, KeptOutput] = {}
-        nodes = model.pool.registry.workers
+        workers = model.pool.registry.workers
+        asked = dict(workers)  # some may have gone when the answers are here
         answers = await self._control.find(model.name, [request.key for request in requests], FIND_TIMEOUT_S)
         prompts = {request.key: request for request in requests}
-        if len({node.revision for node in nodes.values()}) > 1:
+        if len({node.revision for node in workers.values()}) > 1:
             return found  # the weights that made an output are not known
         for incarnation, outputs in answers.items():
             for output in outputs:
@@ -68,7 +72,10 @@ class Retries:
                 best = found.get(output.key)
                 if request is None or (best is not None and len(best.tokens) >= len(output.tokens)):
                     continue
-                if output.tokens:
+                if not _can_be(output, request, asked[incarnation].register.vocab_size):
+                    log.error("node %s has kept an output that it cannot have made", asked[incarnation].name)
+                    continue
+                if output.tokens and incarnation in workers:
                     model.pool.router.note_cached(request.prompt, request.salt, incarnation)
                 found[output.key] = output
         return found
@@ -98,6 +105,12 @@ class Retries:
             for stream in request.streams:
                 if not stream.is_ended:
                     self._dispatcher.abort(stream.request.rid, "the client has disconnected")
+
+
+def _can_be(output: KeptOutput, request: GenerateRequest, vocab_size: int) -> bool:
+    """Whether a request may have this output so far."""
+    num_left = request.sampling.max_new_tokens - len(output.tokens)
+    return are_in_vocabulary(output.tokens, vocab_size) and num_left >= (0 if output.finish else 1)
 
 
 def draws_seeds(body: Any) -> bool:

@@ -42,7 +42,8 @@ from gateway.requests.attempts.further_attempts import (
     confirm_loss,
     end_by_failure,
     end_by_loss,
-    end_by_wrong_token,
+    end_by_wrong_output,
+    wrong_output,
 )
 from gateway.requests.attempts.moves import Moves
 from gateway.requests.attempts.recovery import AttemptEnd
@@ -559,10 +560,8 @@ class Dispatcher:
         if flight is None:
             self._channel.send(Abort(message.rid, message.attempt), sender)
             return
-        if min(message.tokens, default=0) < 0 or max(message.tokens, default=0) >= flight.vocab_size:
-            end = end_by_wrong_token(flight, sender)
-            log.error("%s", end.message)
-            self._recover(flight, end)
+        if wrong := wrong_output(message, flight.vocab_size):
+            self._recover_from_wrong_output(flight, sender, wrong)
             return
         if flight.is_prefill_counted and message.index == flight.num_continued and flight.pair is not None:
             flight.is_prefill_counted = False
@@ -572,10 +571,19 @@ class Dispatcher:
         flight.stream.on_tokens(message, self._clock.now())
         if flight.stream.is_ended:
             self._remove(flight)
+        elif flight.stream.lacks_token and flight.pair is not None:
+            wrong = f"later tokens without token {len(flight.stream.ids)}"
+            self._recover_from_wrong_output(flight, flight.pair.last, wrong)
+            return
         elif (flight.is_probe or flight.has_reserved_nodes) and has_passed_trial(flight):
             self.on_workers_added(flight.pool)
         if self._moves and not flight.stream.is_ended:
             self._go_on_at_target(flight)
+
+    def _recover_from_wrong_output(self, flight: InFlightRequest, sender: str, wrong: str) -> None:
+        end = end_by_wrong_output(flight, sender, wrong)
+        log.error("%s", end.message)
+        self._recover(flight, end)
 
     def on_spans(self, sender: str, message: Spans, report: StageReport) -> bool:
         """Passes spans of a node to their stream; False if it has ended."""
@@ -594,7 +602,7 @@ class Dispatcher:
 
     def on_failed(self, sender: str, message: Failed) -> None:
         flight = self._in_flight.concerned(sender, message)
-        if flight is None:
+        if flight is None or (flight.is_prefilled and flight.pair is not None and sender == flight.pair.prefill):
             return
         flight.failed_at = sender
         if message.code is ErrorCode.ABORTED:  # by the node that sends the pages, and not on our behalf: it has lost us

@@ -35,6 +35,10 @@ TIMINGS = {
 MAX_REPORTS = 16
 
 
+def are_in_vocabulary(tokens: Sequence[int], vocab_size: int) -> bool:
+    return min(tokens, default=0) >= 0 and max(tokens, default=0) < vocab_size
+
+
 class StageReport(NamedTuple):
     """Spans that a node has sent.
 
@@ -177,6 +181,11 @@ class OutputStream(msgspec.Struct, eq=False):
                 break
             self._append(early, 0, now)
         self._wake()
+
+    @property
+    def lacks_token(self) -> bool:
+        """Whether a token has not come, and later ones of its node have. Only the first comes from another node."""
+        return bool(self._early and self.ids)
 
     def drop_early(self) -> None:
         """Drops tokens that came before those in front of them: their attempt has ended, and the next sends them."""

@@ -8,6 +8,8 @@ here, on one path, and only when the writer is fenced: by its own word (``Closed
 proof that it cannot write (``poll``). Until then the pages of a transfer that was cancelled, or whose peer is out of
 reach, are in quarantine.
 
+Pages of a request that moves come from another decode node, which is its prefill node here.
+
 Take events right after the call that may have made them: the pages of a failed transfer no longer belong to the caller.
 """
 
@@ -218,11 +220,11 @@ class Receiver:
         self._totals["broken_pairs"] += connection.is_attached
         self._suspend(peer)
         if connection.broke(reason, now):
-            log.warning("cannot receive pages from prefill node %s now, retrying soon: %s", connection.name, reason)
+            log.warning("cannot receive pages from node %s now, retrying soon: %s", connection.name, reason)
             return
-        why = f"prefill node {connection.name} could not attach the pool of decode node {self._name}"
+        why = f"node {connection.name} could not attach the pool of decode node {self._name}"
         if connection.was_attached:
-            why = f"{connection.transport} from prefill node {connection.name} to decode node {self._name} broke"
+            why = f"{connection.transport} from node {connection.name} to decode node {self._name} broke"
             why += " and could not be mended"
         self._refuse(peer, connection, f"{why} in {connection.num_tries} tries: {reason}")
 
@@ -327,7 +329,7 @@ class Receiver:
         return True
 
     def _refuse(self, peer: str, connection: PrefillConnection, why: str) -> None:
-        log.warning("cannot receive pages from prefill node %s: %s", connection.name, why)
+        log.warning("cannot receive pages from node %s: %s", connection.name, why)
         connection.refused(why)
         for session in self._table.of(peer):
             if session.state is ReceiveState.RESERVED:
@@ -377,7 +379,7 @@ class Receiver:
     def _ask_again(self, session: ReceiveSession, indices: list[int], part: int, number: int) -> bool:
         """Ask for these pages again. False: that has happened too often, and the transfer ends."""
         connection = self._connections.by_peer[session.peer]
-        way = f"by {connection.transport} from prefill node {connection.name} to decode node {self._name}"
+        way = f"by {connection.transport} from node {connection.name} to decode node {self._name}"
         if session.corrupt(indices, part):
             if self._totals["checksum_mismatches"] == len(indices):
                 log.warning("a page arrived damaged %s and is requested again; further ones are only counted", way)

@@ -13,7 +13,7 @@ from scripts.chaos_harness.faults.network import PairCut, Reset, Silence
 
 BROKE = "the nixl connection to decode node decode-0 broke: reset\n"
 OFFERED = "decode node decode-0 offers its pool again, in place of the nixl connection\n"
-MISSED = "cannot receive pages from prefill node prefill-0 now, retrying soon: the writer has detached\n"
+MISSED = "cannot receive pages from node prefill-0 now, retrying soon: the writer has detached\n"
 ATTACHED = "sending pages to decode node decode-0 by tcp\n"
 
 

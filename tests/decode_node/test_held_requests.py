@@ -142,6 +142,33 @@ def test_a_held_request_that_waits_takes_no_pages_from_others() -> None:
     assert node.state("running") is State.RETRACTED
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_held_request_that_waits_first_keeps_no_pages_and_no_slot_from_others(is_local: bool) -> None:
+    node = Node(num_pages=8, slots=1, rules=OFF)
+    node.run_in("slow", 20, new=12)
+    hold(node, "slow")
+    for rid in ("slower", "slowest", "last"):  # more than may be skipped
+        node.submit(rid, 20, new=4, is_local=is_local)
+        hold(node, rid)
+    node.submit("quick", 20, new=4)
+    node.run_until_idle()
+    assert node.done == ["quick"]
+    assert node.state("slow") is State.RETRACTED
+    let_go(node, "slow", "slower", "slowest", "last")
+    assert sorted(node.run()) == ["last", "quick", "slow", "slower", "slowest"]
+
+
+def test_a_held_request_does_not_begin_to_be_computed_here() -> None:
+    node = Node()
+    node.run_in("running", 8, new=9)
+    node.submit("slow", 8, 20, new=3, is_local=True)
+    hold(node, "slow")
+    assert (node.step(), node.chunks) == (["running"], [])
+    assert node.state("slow") is State.WAITING
+    let_go(node, "slow")
+    assert sorted(node.run()) == ["running", "slow"]
+
+
 def test_a_held_request_can_be_aborted() -> None:
     node = Node(rules=OFF)
     for rid in ("paused", "retracted"):

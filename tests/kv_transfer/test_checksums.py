@@ -137,7 +137,7 @@ def test_a_page_that_is_always_damaged_ends_the_transfer_with_pair_and_transport
     pair.begin(KEY, 3)
     pair.finish(KEY)
     pair.run()
-    why = "the same page arrived damaged 4 times by inprocess from prefill node prefill-7 to decode node decode-0"
+    why = "the same page arrived damaged 4 times by inprocess from node prefill-7 to decode node decode-0"
     assert pair.events[KEY] == TransferFailed(KEY, ErrorCode.TRANSFER_FAILED, why)
     assert not pair.released[KEY].ok
     assert pair.receiver.counters()["checksum_mismatches"] == MAX_RESENDS + 1

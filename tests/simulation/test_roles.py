@@ -220,7 +220,8 @@ def test_a_recomputed_prompt_keeps_its_priority_and_its_age() -> None:
     again = at_prefill["lost", RESUMED]
     assert (again.priority, again.priority_class) == (7, "high")
     assert again.arrived_at == pytest.approx(arrived_at, abs=0.1)  # except for the time of the message
-    cluster.tell(cluster.prefill[0], Reprioritize("lost", 0, 9))
+    cluster.tell(cluster.decode[0], Reprioritize("lost", 0, 9))
+    cluster.step()
     assert (again.priority, again.priority_class) == (9, "high")
     cluster.run()
     assert lost.output == expected_output(prompt_of(12), 6)

@@ -7,11 +7,14 @@ requests that wait for it, reads from a failure which nodes the next attempt avo
 from collections import Counter
 from collections.abc import Iterator
 
+import msgspec
+
 from common.errors import ErrorCode, RequestError
-from common.wire.messages import Failed
+from common.wire.messages import Failed, Tokens
+from common.wire.packed_logprobs import unpack_logprobs
 from gateway.requests.attempts.recovery import GONE, AttemptEnd, Recovery
 from gateway.requests.in_flight import InFlightRequest
-from gateway.requests.output_processor import OutputStream
+from gateway.requests.output_processor import OutputStream, are_in_vocabulary
 from gateway.workers.pool import WorkerPool
 from gateway.workers.routing.candidates import Among
 from gateway.workers.routing.pair_health import PairKey
@@ -123,14 +126,33 @@ def end_by_failure(flight: InFlightRequest, sender: str, message: Failed, now: f
     )
 
 
-def end_by_wrong_token(flight: InFlightRequest, sender: str) -> AttemptEnd:
-    """How an attempt ends at a token id that the model does not have: the node is broken, or the request breaks it."""
+def wrong_output(message: Tokens, vocab_size: int) -> str:
+    """What a message has that no working node sends; empty if nothing is wrong.
+
+    The log-probabilities of a prompt are not looked at: there may be a hundred thousand of them.
+    """
+    tokens, logprobs = message.tokens, message.logprobs
+    if not are_in_vocabulary(tokens, vocab_size):
+        return f"a token id outside of the vocabulary of {vocab_size}"
+    if not logprobs:
+        return ""
+    try:
+        alternatives = [token for packed in logprobs for token, _ in unpack_logprobs(packed).top]
+    except msgspec.DecodeError:
+        return "log-probabilities that cannot be read"
+    if len(logprobs) != len(tokens) or not are_in_vocabulary(alternatives, vocab_size):
+        return "log-probabilities of other tokens"
+    return ""
+
+
+def end_by_wrong_output(flight: InFlightRequest, sender: str, wrong: str) -> AttemptEnd:
+    """How an attempt ends at something that no working node sends: the node is broken, or the request breaks it."""
     pair = flight.pair
     assert pair is not None
     name = flight.stream.prefill if sender == pair.prefill else flight.stream.decode
     return AttemptEnd(
         ErrorCode.INTERNAL,
-        f"node {name} sent a token id outside of the vocabulary of {flight.vocab_size}",
+        f"node {name} sent {wrong}",
         avoid=frozenset({sender}),
         decode=None if sender == pair.decode else pair.decode,
         is_loss=True,

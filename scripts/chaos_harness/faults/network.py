@@ -144,7 +144,7 @@ class Reset(NetworkFault):
         await asyncio.to_thread(self._break, self.hosts(site), node, peer)
         broke = [
             re.compile(rf"decode node {re.escape(node.name)}\b.* (broke: |offers its pool again, in place )".encode()),
-            re.compile(rf"cannot receive pages from prefill node {re.escape(peer.name)} now".encode()),
+            re.compile(rf"cannot receive pages from node {re.escape(peer.name)} now".encode()),
         ]
         attached = re.compile(rf"sending pages to decode node {re.escape(node.name)} by (\w+)".encode())
         what = f"data connections from {peer.name} to {node.name} {self.what}"

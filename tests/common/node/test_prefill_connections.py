@@ -37,6 +37,20 @@ def test_a_node_that_cannot_be_dialled_is_lost_and_leaves_no_socket(monkeypatch:
     context.term()  # would wait for ever for a socket that is still open
 
 
+@pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:99999", "a b:1"])
+def test_a_node_that_gives_an_impossible_address_is_lost(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    incarnation = new_incarnation()
+    listen = Mailbox(context, incarnation, FromDecode, bind="tcp://127.0.0.1:*")
+    connections = PrefillConnections(ControlEndpoint(context, incarnation, listen), zmq.Poller())
+    peer = Peer("prefill-0", new_incarnation(), address)
+    connections.dial(peer)
+    assert connections.lost() == [peer.incarnation]
+    assert caplog.messages == [f"cannot dial prefill-0: its address must be HOST:PORT, not {address!r}"]
+    listen.close()
+    context.term()
+
+
 def test_a_node_that_starts_again_at_its_address_is_reached_though_the_process_before_it_was_dialled_late() -> None:
     """ZMQ ignores a second connection of the same peer for as long as the first is open."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

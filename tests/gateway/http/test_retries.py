@@ -2,15 +2,22 @@
 
 import asyncio
 import json
+import logging
 from itertools import count
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
-from support.gateway.fake_nodes import echo, events, running
+from support.gateway.fake_nodes import PADDED_VOCAB, echo, events, running
+from support.gateway.played_cluster import PlayedCluster
 from support.gateway.toy_stack import answers, ids_of, toy_stack
 
 from common.errors import ErrorCode
-from common.wire.messages import Find, Generate
+from common.sampling_params import SamplingParams
+from common.wire.messages import Find, Generate, KeptOutput
+from gateway.http.retries import Retries
+from gateway.requests.idempotency import identify
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.input.input_processor import InputProcessor
 
 KEY = {"Idempotency-Key": "one"}
@@ -178,6 +185,49 @@ async def test_nodes_are_asked_for_all_outputs_of_a_large_request(folder):
         assert (status, len(answer)) == (200, 1_030)
         keys = [key for message in prefill.received if isinstance(message, Find) for key in message.keys]
         assert len(set(keys)) == 1_030
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_taken"),
+    [(ids_of("x"), True), ((65, PADDED_VOCAB), False), ((1 << 40,), False), ((65, 66, 67), False)],
+    ids=["one token", "token id beyond the vocabulary", "huge token id", "an output that has not ended at its limit"],
+)
+async def test_an_output_that_a_node_has_kept_is_continued_only_if_the_request_can_have_it(
+    stack, caplog, tokens, is_taken
+):
+    body = b'{"prompt": "DEF", "max_tokens": 3}'
+    identity = identify(COMPLETIONS, body, "", "one", None)
+    prefill, decode = stack.nodes
+    decode.kept = [KeptOutput(f"{identity.digest}-0", tokens)]
+    headers = KEY | {"Content-Type": "application/json"}
+    with caplog.at_level(logging.ERROR):
+        async with stack.client.post(stack.url + COMPLETIONS, data=body, headers=headers) as answer:
+            assert answer.status == 200
+            text = (await answer.json())["choices"][0]["text"]
+    (generate,) = prefill.generates.values()
+    assert generate.output == (tokens if is_taken else ())
+    assert text == ("xEF" if is_taken else "DEF")
+    error = f"node {decode.register.name} has kept an output that it cannot have made"
+    assert caplog.messages == ([] if is_taken else [error])
+
+
+async def test_a_node_that_has_told_of_an_output_may_go_before_the_others_have_answered():
+    cluster = PlayedCluster()
+    model, router, incarnation = (
+        SimpleNamespace(name="tiny", pool=cluster.pool),
+        cluster.pool.router,
+        [*cluster.work][-1],
+    )
+    request = GenerateRequest("r", "r", (65, 66), SamplingParams(max_new_tokens=3), "tiny", timeout_s=9.0, key="k")
+
+    class Control:
+        async def find(self, *_):
+            cluster.lose(incarnation)
+            return {incarnation: (KeptOutput("k", (67,)),)}
+
+    retries = Retries(None, None, Control(), metrics=None, clock=None, grace_s=0.0)
+    assert await retries.take_over(model, [request]) == {"k": KeptOutput("k", (67,))}
+    assert incarnation not in router._rows
 
 
 @pytest.mark.parametrize("other", [(COMPLETIONS, {"prompt": "y"}), ("/generate", {"text": "x"})])

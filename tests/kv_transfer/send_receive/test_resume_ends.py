@@ -56,7 +56,7 @@ def test_a_connection_that_always_breaks_ends_in_an_error_that_names_pair_and_tr
     pair.finish(KEY)
     pair.run()
     why = (
-        "inprocess from prefill node prefill-7 to decode node decode-0 broke and could not be mended in 4 tries: "
+        "inprocess from node prefill-7 to decode node decode-0 broke and could not be mended in 4 tries: "
         f"the wire to {DECODE} broke: page 0 was lost"
     )
     assert pair.events[KEY] == TransferFailed(KEY, ErrorCode.TRANSFER_FAILED, why)

@@ -76,7 +76,7 @@ def test_waiting_transfers_fail_when_the_retries_are_exhausted(pair: TransferPai
         event = pair.events[key]
         assert isinstance(event, TransferFailed)
         assert event.message == (
-            f"prefill node prefill-0 could not attach the pool of decode node decode-0 in 4 tries: {NO_WAY}"
+            f"node prefill-0 could not attach the pool of decode node decode-0 in 4 tries: {NO_WAY}"
         )
     assert pair.pairs_lost == 0
     assert pair.allocator.num_free == pair.num_pages

@@ -132,7 +132,7 @@ def test_a_connection_that_is_cut_repeatedly_ends_its_transfers_with_pair_and_tr
     [failed] = node.events
     assert isinstance(failed, TransferFailed)
     assert failed.code is ErrorCode.TRANSFER_FAILED
-    assert failed.message.startswith("tcp from prefill node pppppppp to decode node decode-0 broke and could not be")
+    assert failed.message.startswith("tcp from node pppppppp to decode node decode-0 broke and could not be")
     assert "in 4 tries" in failed.message
     assert node.receiver.counters()["reconnects"] == 4
     assert node.allocator.num_free == NUM_PAGES

@@ -5,8 +5,9 @@ from support.gateway.fake_nodes import PADDED_VOCAB
 from support.gateway.played_cluster import PlayedCluster, Text, output_of, token_of
 
 from common.errors import ErrorCode
-from common.sampling_params import SamplingParams
-from common.wire.messages import Abort, Generate, Heartbeat, Move, Moved, Tokens
+from common.sampling_params import SamplingParams, TokenLogprobs
+from common.wire.messages import Abort, Failed, Generate, Heartbeat, Move, Moved, Tokens
+from common.wire.packed_logprobs import pack_logprobs
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 
@@ -72,6 +73,19 @@ def test_a_continued_request_needs_its_new_prefill_node_until_the_next_token() -
     cluster.check_idle()
 
 
+@pytest.mark.parametrize("code", [ErrorCode.NODE_LOST, ErrorCode.SHUTTING_DOWN, ErrorCode.OUT_OF_PAGES])
+def test_what_a_prefill_node_says_after_a_token_of_the_decode_node_changes_nothing(code: ErrorCode) -> None:
+    cluster = PlayedCluster()
+    stream = cluster.come("a")
+    prefill = cluster.node_of("prefill", "a")
+    cluster.prefill("a")
+    cluster.decode("a")
+    cluster.dispatcher.on_failed(prefill, Failed("a", stream.attempt, code, "no acknowledgement has come"))
+    cluster.decode("a", 20)
+    assert (stream.error, stream.num_attempts, stream.ids) == (None, 1, output_of(stream))
+    cluster.check_idle()
+
+
 def test_late_tokens_of_an_ended_attempt_are_refused() -> None:
     cluster = PlayedCluster()
     stream = cluster.come("a")
@@ -122,6 +136,51 @@ def test_a_token_id_that_the_model_does_not_have_is_a_failure_of_its_node(
     cluster.prefill("a")
     cluster.decode("a", 20)
     assert (stream.ids, stream.num_attempts) == (output_of(stream), 2)
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize("is_early", [False, True], ids=["after the first token", "before the first token"])
+def test_a_missing_token_is_a_failure_of_the_decode_node(is_early: bool, caplog: pytest.LogCaptureFixture) -> None:
+    cluster = PlayedCluster()
+    stream = cluster.come("a")
+    broken = cluster.node_of("decode", "a")
+    if not is_early:
+        cluster.prefill("a")
+        cluster.decode("a", 4)
+    known = max(len(stream.ids), 1)
+    cluster.dispatcher.on_tokens(broken, Tokens("a", stream.attempt, known + 1, (249,)))
+    if is_early:
+        assert stream.num_attempts == 1, "the first token may still come"
+        cluster.prefill("a")
+    cluster.wait(1.0)
+    assert caplog.messages == [f"node {cluster.names[broken]} sent later tokens without token {known}"]
+    cluster.prefill("a")
+    assert not cluster.generate(broken, "a"), "others can serve it"
+    cluster.decode("a", 20)
+    assert (stream.ids, stream.num_attempts) == (output_of(stream), 2)
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "wrong"),
+    [
+        ((b"\xc1",), "log-probabilities that cannot be read"),
+        ((pack_logprobs(TokenLogprobs(-1.0, ((PADDED_VOCAB, -2.0),))),), "log-probabilities of other tokens"),
+        ((pack_logprobs(TokenLogprobs(-1.0)),) * 2, "log-probabilities of other tokens"),
+    ],
+)
+def test_wrong_log_probabilities_are_a_failure_of_their_node(
+    logprobs: tuple[bytes, ...], wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = PlayedCluster()
+    stream = cluster.come("a")
+    broken = cluster.node_of("prefill", "a")
+    cluster.dispatcher.on_tokens(broken, Tokens("a", stream.attempt, 0, (5,), logprobs=logprobs))
+    cluster.wait(1.0)
+    assert caplog.messages == [f"node {cluster.names[broken]} sent {wrong}"]
+    cluster.prefill("a")
+    cluster.decode("a", 20)
+    assert (stream.ids, stream.logprobs, stream.num_attempts) == (output_of(stream), [], 2)
     cluster.check_idle()
 
 
