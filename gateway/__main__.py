@@ -75,6 +75,10 @@ async def serve(gateway: Gateway, drain_timeout_s: float) -> None:
     grace_s = await stop
     log.info("stopping when all requests have ended, or in %g s", grace_s)
     await gateway.stop(grace_s)
+    for number in (signal.SIGTERM, signal.SIGINT):  # another signal would kill the process, which ends anyway
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
+    log.info("stopped")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -113,9 +113,9 @@ def test_the_next_hosts_remove_those_of_a_killed_process(make: Callable[[Link], 
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as maker:
         assert maker.stdout is not None
         tag, folder = maker.stdout.readline().split()
+        shown = [("ip", "netns", "list"), ("ip", "-brief", "link", "show", "type", "bridge")]
+        assert all(tag in hosts_module.run(*command) for command in shown)
         maker.kill()
-    shown = [("ip", "netns", "list"), ("ip", "-brief", "link", "show", "type", "bridge")]
-    assert all(tag in hosts_module.run(*command) for command in shown)
     make(Link())
     assert not any(tag in hosts_module.run(*command) for command in shown)
     assert not os.path.exists(folder)

@@ -105,6 +105,7 @@ async def test_a_flushed_cache_is_empty(client: Client) -> None:
         answer = await client.generate(prompt, 4)
         assert answer["meta_info"]["cached_tokens"] == expected
         if expected:
+            await client.settled()  # no transfer holds pages any more
             status, flushed = await client.post("/flush_cache", None)
             assert status == 200
             assert flushed["num_pages"] >= 4

@@ -6,6 +6,7 @@ accepted.
 
 import contextlib
 import json
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -117,7 +118,7 @@ def test_mangled_acknowledgements_end_no_other_write(changes: list[Change]) -> N
             writer.attach(DECODE, Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "tcp", endpoint))
             connection, _ = listener.accept()
         with connection:
-            until(lambda: writer.poll() or connection.recv(HELLO.size, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            until(lambda: writer.poll() or select.select([connection], [], [], 0)[0])
             nonce = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))[-1]
             terms = Terms(MAGIC, bytes(32), 0, 1, 1, SIZE, NUM_PAGES, nonce, b"r" * 32)
             connection.sendall(WELCOME.pack(b"r" * 32, terms.proof(KEY, b"reader")))

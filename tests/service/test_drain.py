@@ -12,7 +12,7 @@ from support.service.client import Client, Exchange, prompt_of, until
 from support.service.service import Service, running
 
 #: So many that some are left when a node gets its signal, although this process may have no core for some time.
-NUM_TOKENS = 600
+NUM_TOKENS = 3_500
 #: Every transport that works on any machine; the prefill node of every pair writes, and so does a draining decode node.
 TRANSPORTS = ("shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "nixl", "gloo")))
 
@@ -55,7 +55,8 @@ async def busiest(client: Client) -> str:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_running_requests_move_with_their_pages_and_keep_their_tokens(tmp_path: Path, transport: str) -> None:
-    with running(tmp_path, decode=2, node_options={"transport": transport}) as service:
+    options = {"transport": transport, "max_total_tokens": 16384}
+    with running(tmp_path, decode=2, node_options=options) as service:
         async with service.client() as client:
             prompts = [prompt_of(300, seed) for seed in range(4)]
             before = await client.counters()
@@ -149,7 +150,7 @@ async def test_requests_that_outlast_the_drain_timeout_continue_elsewhere(tmp_pa
     only = {"prefill-0": {"drain_timeout": 0.2}, "decode-0": {"drain_timeout": 0.2}}
     with running(tmp_path, decode=1, only=only) as service:
         async with service.client() as client:
-            stream = client.begin(prompt_of(30, 1), 1000)
+            stream = client.begin(prompt_of(30, 1), NUM_TOKENS)
             await stream.has(3)
             service.processes["decode-0"].send_signal(signal.SIGTERM)
             assert await until_ended(service, "decode-0") == 0

@@ -47,9 +47,11 @@ def pair(two: Service) -> Service:
     return restart_missing(two)
 
 
-def begin_load(client: Client, seed: int) -> tuple[list[Exchange], list[Exchange], list[Exchange]]:
+def begin_load(
+    client: Client, seed: int, *, num_streamed: int = 250
+) -> tuple[list[Exchange], list[Exchange], list[Exchange]]:
     """Begins requests that stream, that wait for a slot, and that have long prompts; more than there are slots."""
-    streaming = [client.begin(prompt_of(30, seed + i), 250) for i in range(4)]
+    streaming = [client.begin(prompt_of(30, seed + i), num_streamed) for i in range(4)]
     waiting = [client.begin(prompt_of(30, seed + 100 + i), 60) for i in range(12)]
     computing = [client.begin(prompt_of(2500, seed + 200 + i), 5) for i in range(4)]
     return streaming, waiting, computing
@@ -108,7 +110,7 @@ async def test_killing_an_idle_node_fails_no_later_request(pairs: Service, victi
 
 async def test_a_killed_gateway_ends_all_requests_and_nodes_register_with_its_replacement(pairs: Service) -> None:
     async with pairs.client() as client:
-        exchanges = begin_load(client, seed=4000)
+        exchanges = begin_load(client, seed=4000, num_streamed=3_000)
         for exchange in exchanges[0]:
             await exchange.has(3)
         died_at = pairs.kill("gateway")

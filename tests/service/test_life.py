@@ -14,6 +14,7 @@ import pytest
 from support.service.client import Client, prompt_of
 from support.service.processes import ROOT, descendants, flags, free_port, spawn
 from support.service.service import Service
+from support.waiting import until
 
 from scripts.chaos_harness.process_resources import ProcessResources
 
@@ -164,6 +165,20 @@ async def test_nodes_wait_for_a_gateway_that_starts_late_or_is_replaced(tmp_path
 async def check(client: Client) -> None:
     assert (await client.generate(prompt_of(40, 1), 4))["meta_info"]["completion_tokens"] == 4
     await client.settled()
+
+
+def test_a_second_signal_does_not_kill_a_gateway_that_has_stopped(tmp_path: Path) -> None:
+    service = Service(tmp_path / "logs", prefill=0, decode=0)
+    try:
+        service.start("gateway")
+        service.wait_until_ready()
+        gateway = service.processes.pop("gateway")
+        gateway.send_signal(signal.SIGTERM)
+        until(lambda: "stopped" in service.log())
+        gateway.send_signal(signal.SIGINT)
+        assert gateway.wait() == 0
+    finally:
+        service.close()
 
 
 def test_a_node_with_another_page_layout_is_refused(tmp_path: Path) -> None:

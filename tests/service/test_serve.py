@@ -227,7 +227,7 @@ def test_every_gateway_inherits_the_socket_and_one_alone_changes_roles() -> None
 
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_a_node_that_hangs():
-    with serving() as service:
+    with serving("--drain-timeout", "600") as service:
         service.wait_until_ready()
         nodes = service.nodes()
         nodes["decode"].suspend()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.service.client import Client, Exchange, prompt_of
+from support.service.client import Client, Exchange, prompt_of, until
 from support.service.service import Service, running
 
 OPTIONS = {"chunked_prefill_size": 16, "max_running_requests": 8, "max_total_tokens": 16384}
@@ -36,21 +36,24 @@ async def events(client: Client, path: str, body: dict[str, Any]) -> list[dict[s
 async def test_tokens_arrive_one_by_one(service: Service) -> None:
     async with service.client() as client:
         await client.generate(VERSE, 4)
-        exchange = await client.begin(VERSE, 300).end()
-    check_stream(exchange, 300)
+        await check_stream(client.begin(VERSE, 3000))
 
 
 async def test_concurrent_streams_each_deliver_tokens_as_they_are_generated(service: Service) -> None:
     async with service.client() as client:
-        exchanges = [client.begin(prompt_of(20, i), 120) for i in range(6)]
-        for exchange in exchanges:
-            check_stream(await exchange.end(), 120)
+        await asyncio.gather(*(check_stream(client.begin(prompt_of(20, i), 2000)) for i in range(6)))
 
 
-def check_stream(exchange: Exchange, num_tokens: int) -> None:
-    assert len(exchange.arrivals) == num_tokens
-    assert len(exchange.reads) > 2, "all tokens arrived in one piece"
-    assert len(exchange.texts) > num_tokens / 30, "an event carries many tokens"  # some, if the gateway lacks a core
+async def check_stream(exchange: Exchange) -> None:
+    """Reads until events of a few tokens each are the rule. A process that lacks a core makes some carry many."""
+
+    def is_so() -> bool:
+        num_tokens = len(exchange.arrivals)
+        return num_tokens >= 120 and len(exchange.reads) > 2 and len(exchange.texts) > num_tokens / 30
+
+    await until(lambda: is_so() or bool(exchange.ended_at), 180.0, "no tokens arrived")
+    assert is_so(), f"{len(exchange.arrivals)} tokens, {len(exchange.texts)} events, {len(exchange.reads)} pieces"
+    await exchange.leave()
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
@@ -183,14 +186,14 @@ async def test_a_disconnect_ends_the_request_on_both_nodes_in_every_stage(servic
         for exchange in streaming:
             await exchange.has(3)
         waiting = [client.begin(prompt_of(30, 520 + i), 1500) for i in range(4)]
-        computing = [client.begin(prompt_of(3000, 530 + i), 900) for i in range(4)]
+        computing = [client.begin(prompt_of(3000, 530 + i), 900) for i in range(16)]  # some wait for the prefill node
         await asyncio.sleep(0.1)
         await asyncio.gather(*(exchange.leave() for exchange in [*streaming, *waiting, *computing]))
         after = await client.settled()
         made = after["decode-0"]["output_tokens"] - before["decode-0"]["output_tokens"]
         assert made < 8 * 1500, "the decode node finished requests without a client"
         computed = after["prefill-0"]["prompt_tokens_computed"] - before["prefill-0"]["prompt_tokens_computed"]
-        assert computed < 12 * 30 + 4 * 3000, "the prefill node finished prompts without a client"
+        assert computed < 12 * 30 + 16 * 3000, "the prefill node finished prompts without a client"
         async with client.session.get("/server_info") as answer:
             assert (await answer.json())["num_in_flight"] == 0
 

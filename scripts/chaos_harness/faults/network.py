@@ -148,7 +148,7 @@ class Reset(NetworkFault):
         ]
         attached = re.compile(rf"sending pages to decode node {re.escape(node.name)} by (\w+)".encode())
         what = f"data connections from {peer.name} to {node.name} {self.what}"
-        while time.monotonic() - (noticed_at or began_at) < SWITCH_S:
+        while True:  # it looks at least once, however late it is
             lines = [_written(log, num_bytes) for log, num_bytes in logs]
             if not noticed_at and any(map(re.Pattern.search, broke, lines)):
                 noticed_at = time.monotonic()
@@ -158,6 +158,8 @@ class Reset(NetworkFault):
                 site.since_faults_s.append(since_fault_s)
                 after = f"{since_fault_s:.2f} s after that, {took_s:.2f} s after a node has noticed"
                 return f"{what}; pages go by {found[1].decode()} {after}"
+            if time.monotonic() - (noticed_at or began_at) >= SWITCH_S:
+                break
             await asyncio.sleep(0.01)
         if not noticed_at:
             return f"{what}; no page was to be sent"

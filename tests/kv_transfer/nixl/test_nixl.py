@@ -121,8 +121,10 @@ def writer() -> Iterator[NixlWriter]:
 
 
 def write_all(writer: NixlWriter, *writes: list[tuple[int, int]]) -> None:
-    tickets, done = [writer.write(DECODE, pages) for pages in writes], []
-    until(lambda: done.extend(writer.done()) or done == tickets)
+    done: list[int] = []
+    with writer._agent.lock:  # otherwise the writer's thread begins a write if it calls NIXL at that moment
+        tickets = [writer.write(DECODE, pages) for pages in writes]
+    until(lambda: done.extend(writer.done()) or sorted(done) == tickets)
 
 
 @pytest.fixture
@@ -173,7 +175,7 @@ def test_a_small_write_that_fails_is_not_reported_as_ended(writer: NixlWriter, m
     """NIXL may already have begun part of it."""
     write_all(writer, [(0, 3), (1, 2)])
     jobs: list[Any] = []
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, writer._agent.lock:
         patch.setattr(writer, "_jobs", SimpleNamespace(put=jobs.append))
         patch.setattr(writer, "_transfer", lambda handle: "ERR")
         writer.write(DECODE, [(0, 3)])

@@ -23,6 +23,7 @@ from support.kv.shm_ends import (
     open_descriptors,
     wait_for_news,
 )
+from support.waiting import until
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.errors import ErrorCode
@@ -60,8 +61,8 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
         writer.store.fill(index, content(KEY, index))
     sender.finish(KEY, PrefillDone("r", 0, 15, 9), [0, 1, 2, 3])
     events, released = [], []
-    until = time.monotonic() + 60
-    while not (events and released) and time.monotonic() < until:
+    ends = time.monotonic() + 60
+    while not (events and released) and time.monotonic() < ends:
         select.select(writer.files(), [], [], 0.1)
         receiver.poll(0.0)
         sender.pump(0.0)
@@ -88,8 +89,8 @@ def test_a_page_has_its_memory_when_it_is_granted(reader: ShmReader, store: Memf
     connect = receiver.connect(PREFILL)
     sender.on_message(DECODE, connect, 0.0)
     messages: list[Message] = []
-    until = time.monotonic() + 60
-    while len(messages) < 2 and time.monotonic() < until:
+    ends = time.monotonic() + 60
+    while len(messages) < 2 and time.monotonic() < ends:
         receiver.poll(0.0)
         sender.pump(0.0)
         messages += [message for _, message in sender.take()[0]]
@@ -97,8 +98,7 @@ def test_a_page_has_its_memory_when_it_is_granted(reader: ShmReader, store: Memf
     assert os.fstat(store.fd).st_blocks == 0, "the pool was touched before"
     sender.open(KEY, DECODE)
     sender.on_message(DECODE, Grant(*KEY, connect.epoch, 0, (3,)), 0.0)
-    while os.fstat(store.fd).st_blocks == 0:
-        assert time.monotonic() < until
+    until(lambda: os.fstat(store.fd).st_blocks)
     assert set(store.read(3)) == {0}
 
 
@@ -336,8 +336,10 @@ def test_detaching_waits_only_for_the_page_being_copied(
 ) -> None:
     source, writer = slow
     detached: list[bool] = []
+    pool = writer._attachments[DECODE].pool
     detaching = threading.Thread(target=lambda: detached.append(writer.detach(DECODE)))
     detaching.start()
+    until(lambda: not pool.is_open)
     detaching.join(0.1)
     assert detaching.is_alive()
     source.may_end.set()
@@ -349,11 +351,7 @@ def test_detaching_waits_only_for_the_page_being_copied(
         source.fill(page, 13)
     assert attach(reader, writer, offer(reader, 2)) == ""
     writer.write(DECODE, [(3, 3)])  # runs after the other jobs in the thread's queue
-    done: list[int] = []
-    until = time.monotonic() + 60
-    while not done and time.monotonic() < until:
-        done = writer.done()
-    assert done == [2]
+    assert until(writer.done) == [2]
     assert [set(store.read(page)) for page in range(3)] == [{99}] * 3
 
 

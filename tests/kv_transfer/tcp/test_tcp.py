@@ -360,10 +360,12 @@ def test_a_writer_that_has_nothing_to_send_does_not_wake_its_loop(writer: TcpWri
 def test_a_reader_whose_acknowledgements_vanish_ends_the_connection(
     reader: TcpReader, writer: TcpWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    is_silent = False
     monkeypatch.setattr(receive_thread, "LATE_S", 0.01)
     monkeypatch.setattr(receive_thread, "is_waiting", lambda sock: True)
-    monkeypatch.setattr(receive_thread, "has_silent", lambda socks, waited_s: True)
+    monkeypatch.setattr(receive_thread, "has_silent", lambda socks, waited_s: is_silent)
     join(writer, reader)
+    is_silent = True
     [fenced] = until(lambda: reader.poll(0.0))
     assert "packets over it are lost" in fenced.reason
 

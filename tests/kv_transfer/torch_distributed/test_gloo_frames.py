@@ -37,8 +37,8 @@ epochs = count(1)
 def ends(fork_server: ForkServer) -> Iterator[tuple[End, End]]:
     words = ("gloo", KEY.decode())
     ends = (
-        End(fork_server, "writer", *words, TEST_PATIENCE_S="3"),
-        End(fork_server, "reader", *words, TEST_PATIENCE_S="3"),
+        End(fork_server, "writer", *words, TEST_PATIENCE_S="30"),
+        End(fork_server, "reader", *words, TEST_PATIENCE_S="30"),
     )
     yield ends
     for end in ends:
@@ -141,7 +141,7 @@ def as_reader(writer: End, connect: Connect) -> AuthenticatedConnection:
 def test_damaged_frames_form_no_group_and_the_next_group_forms(
     ends: tuple[End, End], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "FORM_S", 6.0)
+    monkeypatch.setattr(rendezvous, "FORM_S", 30.0)
     writer, reader = ends
     formed: list[bool] = []
 

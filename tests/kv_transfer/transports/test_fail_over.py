@@ -26,7 +26,7 @@ def test_a_transfer_goes_on_by_the_next_transport_and_the_pair_returns_later(
     """The decode node compares every page of every request."""
     cluster = make_cluster("auto")
     for name in (PREFILL, DECODE):
-        cluster.start(name, **environment)
+        cluster.start(name, TEST_PATIENCE_S="60", **environment)
     cluster.serve("before", PREFILL, DECODE, 2)
     assert carrier(cluster) == first
     cluster.reach("granted", "during", PREFILL, DECODE, 6)

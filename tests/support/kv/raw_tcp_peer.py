@@ -1,5 +1,6 @@
 """A reader and a writer of TCP in this process, and a peer that sends frames by hand."""
 
+import select
 import socket
 import time
 from typing import Any, ClassVar
@@ -44,7 +45,6 @@ class RawTcpPeer:
 
     def hello(self, token: bytes, index: int = 0, count: int = 1, magic: bytes = MAGIC) -> None:
         self.connection.sendall(HELLO.pack(magic, index, count, token, b"n" * 32))
-        self.turn()
 
     def handshake(self, connect: Connect, *, key: bytes = KEY, index: int = 0) -> bytes:
         """Makes the whole handshake; returns the last frame, empty if the reader closed the connection."""
@@ -55,7 +55,6 @@ class RawTcpPeer:
             self.reader.magic, bytes.fromhex(token), index, int(count), connect.epoch, SIZE, NUM_PAGES, b"n" * 32, nonce
         )
         self.connection.sendall(self.terms.proof(key, b"writer"))
-        self.turn()
         return self.receive(32)
 
     def turn(self) -> None:
@@ -65,13 +64,20 @@ class RawTcpPeer:
             time.sleep(0.002)
 
     def receive(self, size: int) -> bytes:
+        """Receives so many bytes while the reader has its turns; fewer if the reader closes the connection."""
         data = b""
         try:
-            while len(data) < size and (more := self.connection.recv(size - len(data))):
+            while len(data) < size and until(self._has_answer) and (more := self.connection.recv(size - len(data))):
                 data += more
         except ConnectionResetError:
             return b""
         return data
+
+    def _has_answer(self) -> bool:
+        if select.select([self.connection], [], [], 0)[0]:
+            return True
+        self.reader.poll(0.0)
+        return False
 
     def header(
         self,
@@ -111,5 +117,4 @@ class RawTcpPeer:
         return is_placed, page
 
     def is_hung_up(self) -> bool:
-        self.turn()
         return self.receive(1) == b""

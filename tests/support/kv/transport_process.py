@@ -24,7 +24,7 @@ from common.cache.page_layout import PageLayout
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.page_mapping import PageMapping
 from kv_transfer.receive import table as receive_table
-from kv_transfer.transports import pending_connections
+from kv_transfer.transports import negotiation, pending_connections
 from kv_transfer.transports.base import AttachError, ReaderTransport, WriterTransport
 from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl import reader as nixl_reader
@@ -147,7 +147,7 @@ def set_timeouts() -> None:
     if attach_s is not None:
         tcp_writer.ATTACH_TIMEOUT_S = nixl_writer.ATTACH_TIMEOUT_S = float(attach_s)
     if patience_s is not None:
-        pending_connections.PATIENCE_S = nixl_reader.OFFER_S = float(patience_s)
+        negotiation.PATIENCE_S = pending_connections.PATIENCE_S = nixl_reader.OFFER_S = float(patience_s)
     for name, value_s in (("STALL_S", os.environ.get("TEST_STALL_S", patience_s)), ("FORM_S", patience_s)):
         for module in GROUP_MODULES & sys.modules.keys():
             if value_s is not None and hasattr(sys.modules[module], name):
