@@ -5,6 +5,7 @@ import contextlib
 import errno
 import re
 import socket
+from dataclasses import replace
 
 import pytest
 from support.gateway.raw_http import (
@@ -252,7 +253,12 @@ async def test_headers_that_arrive_too_slowly_end_the_connection(start):
 
 
 async def test_an_idle_connection_is_closed_after_the_time_for_headers():
-    async with serving(say_path, header_timeout_s=1.0) as (_, server), connected(server) as (reader, writer):
+    async def answer_impatiently(app, scope, receive, send):
+        (connection,) = server.connections
+        connection.options = replace(connection.options, header_timeout_s=0.1)
+        await reply(send)
+
+    async with serving(answer_impatiently) as (_, server), connected(server) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await answer_of(reader)
         assert await until_closed(reader) == b""
@@ -391,10 +397,11 @@ async def test_a_client_that_waits_is_told_to_continue_when_the_body_is_read():
 
 
 async def test_an_unread_body_is_dropped_and_a_slow_one_ends_the_connection(monkeypatch):
-    monkeypatch.setattr(http_connection, "LINGER_S", 2.0)
+    monkeypatch.setattr(http_connection, "LINGER_S", 60.0)
     async with serving(say_path) as (_, server), connected(server) as (reader, writer):
         writer.write(POST + b"Content-Length: 500000\r\n\r\n")
         assert (await answer_of(reader))[0] == 200
+        monkeypatch.setattr(http_connection, "LINGER_S", 0.1)
         writer.write(b"x" * 500_000 + POST + b"Content-Length: 9\r\n\r\n")
         assert (await answer_of(reader))[0] == 200
         assert await until_closed(reader) == b""

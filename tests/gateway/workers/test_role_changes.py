@@ -237,7 +237,7 @@ async def test_a_node_that_is_told_to_stop_while_it_changes_its_role_is_not_wait
     await node.until(lambda: any(isinstance(message, Drain) for message in node.received))
     node.send(Done(number=node.received[-1].number))
     assert (await drain)[0] == 200
-    status, answer = await asyncio.wait_for(call, 5.0)
+    status, answer = await call
     assert status == 400
     assert answer["error"]["message"] == "node decode-1 drains and stops, and does not become a prefill node"
 

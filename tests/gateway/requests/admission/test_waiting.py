@@ -14,7 +14,8 @@ async def full(folder, *, lookahead=0, nodes=None, **config):
     async with running(folder, **values) as stack:
         await stack.silent_pair(max_running=1, **(nodes or {}))
         first = await sent(stack, "first")
-        await stack.nodes[0].until(lambda: stack.nodes[0].generates)
+        for node in stack.nodes:
+            await node.until(lambda node=node: node.generates)
         yield stack, first
         _, info = await stack.get("/server_info")
         assert info["num_in_flight"] == 0
@@ -255,6 +256,13 @@ def urgent(stack, rid, **fields):
 # ---- loss of nodes --------------------------------------------------------------------------------------------------
 
 
+async def until_gone(stack, node):
+    """Waits until the gateway has noticed that a node is gone; before, it refuses another one of the same name."""
+    async with asyncio.timeout(60):
+        while node.register.name in {row["name"] for row in (await stack.get("/v1/workers"))[1]["workers"]}:
+            await asyncio.sleep(0.005)
+
+
 @pytest.mark.parametrize("which", [0, 1])
 async def test_waiting_requests_survive_the_loss_of_a_node(folder, which):
     async with full(folder) as (stack, first):
@@ -264,7 +272,7 @@ async def test_waiting_requests_survive_the_loss_of_a_node(folder, which):
         stack.nodes.remove(lost)
         for node in stack.nodes:
             node.on_generate = echo
-        await asyncio.sleep(0.2)
+        await until_gone(stack, lost)
         assert not call.done()
         new = await stack.node(lost.role, lost.register.name, max_running=1)
         assert await result(first) == (200, [[64, 64]])
