@@ -100,7 +100,7 @@ INLINE void reweigh(Query *q, const Paged *kv, int count, const float *scales, l
     }
     const float best = highest_of(highest);
     if (best > q->best) {
-        const float shrink = q->best == -INFINITY ? 0.0f : expf(q->best - best);
+        const float shrink = expf(q->best - best);
         q->total *= shrink;
         for (long i = 0; i < dim; i += LANES)
             store((char *)q->sums, i, load((const char *)q->sums, i, F32) * shrink, F32);
@@ -157,14 +157,10 @@ INLINE void add_all(Query *q, int num, const Tile *values, const Tile *next, lon
 #define ADD(count, width) \
     add_pairs(sums, q[m].weights, &q[m].weight_unit, STRIDE, count, elements, at, tokens, width, ahead, \
               next->places->at, dtype)
-            if (width == 128 && num - m > 1)
-                ADD(2, 128);
-            else if (width == 128)
-                ADD(1, 128);
-            else if (num - m > 1)
-                ADD(2, 32);
+            if (num - m > 1)
+                width == 128 ? ADD(2, 128) : ADD(2, 32);
             else
-                ADD(1, 32);
+                width == 128 ? ADD(1, 128) : ADD(1, 32);
 #undef ADD
         }
 }
@@ -235,7 +231,7 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
     /* What the first query does not see, no other one sees; the last one sees no token from `length` on. */
     const long begin = first_seen(kv, piece->position), length = piece->position + piece->num_queries;
     const float *sinks = kv->layer.sinks;
-    const long most = pages == I8 ? TILE : TILE / 2; /* the nearest cache holds this tile and the next */
+    const long most = pages == I8 || is_zen5() ? TILE : TILE / 2; /* the nearest cache holds this tile and the next */
     locate(kv, piece->row, begin, begin + most, length, places);
     for (int m = 0; m < all; m++) {
         const long head = (first_head + m / num) * group + m % num % group;

@@ -41,6 +41,8 @@ INLINE void fetch_ahead(Ahead *ahead) {
         ahead->is_near ? __builtin_prefetch(ahead->at + at, 0, 3) : __builtin_prefetch(ahead->at + at, 0, 2);
     ahead->at += ahead->bytes;
 }
+#else
+#define is_zen5() 0
 #endif
 
 /* Call with one or BLOCKS blocks and up to eight rows as constants, the last arguments. */
