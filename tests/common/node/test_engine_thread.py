@@ -190,3 +190,21 @@ def test_an_error_from_another_thread_is_raised_by_take() -> None:
     with pytest.raises(ValueError, match="a rank is lost"):
         thread.take()
     thread.close()
+
+
+@pytest.mark.parametrize(("is_asynchronous", "more"), [(False, 5), (True, 0)], ids=["CPU", "GPU"])
+def test_only_a_thread_that_computes_steps_itself_lets_the_loop_go_first(is_asynchronous: bool, more: int) -> None:
+    found: list[int] = []
+
+    class Noting(Engine):
+        def launch(self, plan: StepPlan) -> Future[StepResult]:
+            found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return super().launch(plan)
+
+    engine = Noting()
+    engine.is_asynchronous = is_asynchronous
+    thread = EngineThread(engine)
+    thread.submit(plan(1))
+    taken(thread)
+    thread.close()
+    assert found == [min(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + more, 19)]
