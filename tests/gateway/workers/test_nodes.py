@@ -38,15 +38,20 @@ async def serves(stack):
     return (await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 2}))[0] == 200
 
 
+async def until_logged(caplog, text, *, num_times=1):
+    async with asyncio.timeout(60):
+        while caplog.text.count(text) < num_times:
+            await asyncio.sleep(0.01)
+
+
 async def test_the_loss_of_a_node_is_a_warning_unless_it_has_said_that_it_leaves(folder, caplog):
     caplog.set_level(logging.INFO, "gateway.workers.control_plane")
     async with silent_pair(folder, node_timeout=600.0) as stack:
         prefill, decode = stack.nodes
-        await prefill.kill()
-        await decode.kill(decode.leave)
-        async with asyncio.timeout(60):
-            while caplog.text.count("is gone") < 2:
-                await asyncio.sleep(0.01)
+        decode.leave()
+        await until_logged(caplog, "takes no new requests")
+        await asyncio.gather(prefill.kill(), decode.kill())
+        await until_logged(caplog, "is gone", num_times=2)
     levels = {record.args[0]: record.levelname for record in caplog.records if "is gone" in record.message}
     assert levels == {"prefill": "WARNING", "decode": "INFO"}
 
