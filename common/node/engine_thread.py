@@ -25,10 +25,6 @@ from common.wire.messages import ProfileAnswer, StartProfile, StopProfile
 
 log = logging.getLogger(__name__)
 
-#: By how much a thread that computes steps on CPUs is nicer than the loop. They share a core, and messages and pages
-#: that wait for one delay requests more than a step that ends a little later.
-NICENESS = 5
-
 
 class CompiledGrammar(NamedTuple):
     """A grammar that is ready, or with ``error`` why it cannot be followed."""
@@ -74,6 +70,7 @@ class EngineThread:
     Args:
         profiler: records steps at request; without one, such requests are answered with an error.
         max_outstanding: steps that may be in the engine; 2 with overlap scheduling.
+        niceness: how much nicer than the loop the thread is, and the threads that it starts.
 
     Attributes:
         steps: the steps so far; read by other threads.
@@ -81,8 +78,11 @@ class EngineThread:
         begun_at: instant of ``time.monotonic`` at which the engine began the oldest of them; None without one.
     """
 
-    def __init__(self, executor: Executor, profiler: Profiler | None = None, *, max_outstanding: int = 1) -> None:
+    def __init__(
+        self, executor: Executor, profiler: Profiler | None = None, *, max_outstanding: int = 1, niceness: int = 0
+    ) -> None:
         self._executor = executor
+        self._niceness = niceness
         self._profiler = profiler
         self._max_outstanding = max_outstanding
         # Not a SimpleQueue: before Python 3.13, its ``get`` may block for good if its timeout has passed too early.
@@ -192,8 +192,7 @@ class EngineThread:
                 os.close(self._wake)
 
     def _run(self) -> None:
-        if not self._executor.is_asynchronous:
-            os.nice(NICENESS)  # of this thread, and of those that it starts
+        os.nice(self._niceness)  # on Linux, of this thread alone
         try:
             self._run_plans()
         except Exception as error:  # an unexpected one: no further step would run, and every request would wait

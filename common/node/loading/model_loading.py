@@ -174,6 +174,11 @@ def compute_threads(config: NodeConfig, device: str) -> int:
     return config.threads or len(usable_cores())
 
 
+def takes_all_cpus(config: NodeConfig) -> bool:
+    """Whether the threads of a node on CPUs leave none to its loop."""
+    return compute_threads(config, "cpu") == len(os.sched_getaffinity(0))
+
+
 def formats(config: NodeConfig, model: "BaseModelConfig") -> list[str]:
     """The number formats that nodes must have in common, and that their page layouts do not show."""
     weights: list[str] = [] if config.weight_dtype == "auto" else [config.weight_dtype]

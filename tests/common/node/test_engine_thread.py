@@ -192,19 +192,19 @@ def test_an_error_from_another_thread_is_raised_by_take() -> None:
     thread.close()
 
 
-@pytest.mark.parametrize(("is_asynchronous", "more"), [(False, 5), (True, 0)], ids=["CPU", "GPU"])
-def test_only_a_thread_that_computes_steps_itself_lets_the_loop_go_first(is_asynchronous: bool, more: int) -> None:
+def test_the_thread_is_nicer_than_the_loop_by_as_much_as_it_is_told() -> None:
     found: list[int] = []
 
     class Noting(Engine):
-        def launch(self, plan: StepPlan) -> Future[StepResult]:
+        def run(self, plan: StepPlan) -> StepResult:
             found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-            return super().launch(plan)
+            return super().run(plan)
 
-    engine = Noting()
-    engine.is_asynchronous = is_asynchronous
-    thread = EngineThread(engine)
-    thread.submit(plan(1))
-    taken(thread)
-    thread.close()
-    assert found == [min(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + more, 19)]
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    for niceness in (5, 0):
+        thread = EngineThread(Noting(), niceness=niceness)
+        thread.submit(plan(1))
+        taken(thread)
+        thread.close()
+    assert found == [min(before + 5, 19), before]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

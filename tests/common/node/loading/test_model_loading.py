@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from common.node.loading import model_loading
 from common.node.loading.device_plan import activation_bytes, plan_reserve
 from common.node.loading.memory_plan import plan_capacity
-from common.node.loading.model_loading import compute_threads, formats, load_model, with_context_length
+from common.node.loading.model_loading import compute_threads, formats, load_model, takes_all_cpus, with_context_length
 from common.node.tensor_parallel.rank_processes import RankProcesses
 from tests.support.service.service import SMALL_MODEL
 
@@ -69,7 +69,9 @@ def test_a_node_has_a_thread_for_each_core_by_default(
     """Two hardware threads of a core count once; as many threads as these may be asked for."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(model_loading, "usable_cores", lambda: [(0, 2), (1, 3)])
-    assert compute_threads(NodeConfig(model=str(SMALL_MODEL), threads=threads), "cpu") == expected
+    config = NodeConfig(model=str(SMALL_MODEL), threads=threads)
+    assert compute_threads(config, "cpu") == expected
+    assert takes_all_cpus(config) == (expected == 4)
 
 
 def test_on_a_gpu_threads_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
