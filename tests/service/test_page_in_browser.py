@@ -226,6 +226,27 @@ async def test_a_message_is_sent_only_once_the_models_are_known(browser, tmp_pat
             assert (await answer.locator(".bubble").inner_text()).startswith("Shall I")
 
 
+async def test_a_message_typed_before_the_script_runs_is_kept(browser, folder):
+    async with running(folder) as stack:
+        await stack.pair()
+        async with opened(browser, stack.url) as page:
+            typed = asyncio.Event()
+
+            async def run_late(route):
+                await typed.wait()
+                await route.continue_()
+
+            await page.route("**/static/playground.js", run_late)
+            await page.reload(wait_until="commit")
+            await page.fill("#message", "Hello")
+            send = page.get_by_role("button", name="Send", exact=True)
+            assert await send.is_disabled()
+            typed.set()
+            await page.locator(".idea").first.wait_for()
+            await send.click()
+            await page.locator(".message.assistant .facts:not(:empty)").wait_for()
+
+
 async def test_tools_that_are_no_json_are_refused_with_a_sentence(browser, folder):
     async with running(folder) as stack:
         await stack.pair()

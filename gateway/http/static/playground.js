@@ -84,6 +84,7 @@ export function makePlayground() {
     event.preventDefault();
     submit();
   });
+  byId("send").disabled = false; // until here a click would have loaded the page again, without the message
   message.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
