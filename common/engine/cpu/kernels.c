@@ -12,21 +12,15 @@
 /* Smallest count of numbers for which more than one thread is faster. */
 enum { WORTH_THREADS = 16384 };
 
-INLINE float inverse_rms(float sum_of_squares, long width, float eps) {
-    return 1.0f / sqrtf(sum_of_squares / (float)width + eps);
+INLINE float inverse_rms(const char *x, long width, float eps, int dtype) {
+    vf squares = {0};
+    for (long i = 0; i < width; i += LANES) squares += load(x, i, dtype) * load(x, i, dtype);
+    return 1.0f / sqrtf(sum(squares) / (float)width + eps);
 }
 
 INLINE void norm_row(char *x, const char *delta, const char *weight, char *out, long width, float eps, int dtype) {
-    vf squares = {0};
-    for (long i = 0; i < width; i += LANES) {
-        vf value = load(x, i, dtype);
-        if (delta) {
-            store(x, i, value + load(delta, i, dtype), dtype);
-            value = load(x, i, dtype);
-        }
-        squares += value * value;
-    }
-    float scale = inverse_rms(sum(squares), width, eps);
+    for (long i = 0; delta && i < width; i += LANES) store(x, i, load(x, i, dtype) + load(delta, i, dtype), dtype);
+    const float scale = inverse_rms(x, width, eps, dtype);
     for (long i = 0; i < width; i += LANES)
         store(out, i, load(x, i, dtype) * scale * load(weight, i, dtype), dtype);
 }
@@ -45,15 +39,7 @@ EXPORT void baton_add_rms_norm(char *x, const char *delta, const char *weight, c
 /* One head: normalise (if it has a weight), then rotate pairs (i, i + dim / 2). */
 INLINE void turn_head(char *head, const char *weight, const float *cos, const float *sin, long dim, float eps,
                       int dtype) {
-    float scale = 1.0f;
-    if (weight) {
-        vf squares = {0};
-        for (long i = 0; i < dim; i += LANES) {
-            vf value = load(head, i, dtype);
-            squares += value * value;
-        }
-        scale = inverse_rms(sum(squares), dim, eps);
-    }
+    const float scale = weight ? inverse_rms(head, dim, eps, dtype) : 1.0f;
     const long half = dim / 2;
     for (long i = 0; i < half; i += LANES) {
         vf first = load(head, i, dtype) * scale, second = load(head, i + half, dtype) * scale;

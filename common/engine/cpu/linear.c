@@ -44,7 +44,7 @@ static void multiply(const void *product, const Part *part) {
 #ifdef __AMX_BF16__
     if (p->in_tiles) {
         vf sums[32 * BLOCKS];
-        multiply_part(p->x, p->weight, 2 * p->inputs, part, sums, 0);
+        multiply_part(p->x, p->weight, 2 * p->inputs, part, &p->to, sums, 0);
         write_sums(sums, &p->to, part->row, part->block * LANES, part->rows, part->blocks);
         return;
     }
@@ -62,7 +62,8 @@ EXPORT void baton_linear(const char *x, const char *weight, const char *bias, ch
     const int in_tiles = dtype == BF16 && inputs % 32 == 0 && baton_has_amx();
     if (in_tiles && rows % 32 != 0) x = memcpy(copied, x, (size_t)(rows * inputs * 2)); /* whole tiles are read */
     const Linear product = {x, weight, inputs, dtype, in_tiles, {bias, out, width, dtype, out_dtype}};
-    multiply_all(multiply, &product, rows, in_tiles ? 32 : ROWS, width / LANES, rows * inputs * width > 1 << 18);
+    multiply_all(multiply, &product, rows, 2 * inputs, in_tiles ? 32 : ROWS, width / LANES,
+                 rows * inputs * width > 1 << 18);
 }
 #elif !defined(__FMA__) || defined(__AVX512F__)
 EXPORT int baton_can_multiply(int dtype) { return (void)dtype, 0; }

@@ -23,6 +23,8 @@ typedef struct {
     vf best[2], total[2];
 } __attribute__((aligned(64))) Flash;
 
+static const char zeros[2 * MAX_DIM]; /* a token or a query that does not exist */
+
 /* sums [32, QUERIES], or zero unless `adds`, plus x [32, pairs] times by [pairs, QUERIES]; the rows of x are `stride` words
  * apart. */
 INLINE void multiply(const uint32_t *x, long stride, uint32_t (*by)[QUERIES], float (*sums)[QUERIES], long pairs,
@@ -50,24 +52,17 @@ INLINE void multiply(const uint32_t *x, long stride, uint32_t (*by)[QUERIES], fl
 static void copy_row(const Paged *kv, long row, long head, long begin, long length, uint32_t *keys, uint32_t *values) {
     const long dim = kv->dim;
     for (long start = begin / (2 * LANES) * (2 * LANES); start < length; start += 2 * LANES) {
-        ptrdiff_t at[2 * LANES]; /* or -1 */
-        for (long t = start; t < start + 2 * LANES; t++)
-            at[t - start] = t < begin || t >= length ? -1 : token_at(kv, row, head, t) * 2;
-        for (long t = 0; t < 2 * LANES; t++) {
-            uint32_t *to = keys + (start + t) * dim / 2;
-            if (at[t] >= 0)
-                memcpy(to, kv->layer.keys + at[t], (size_t)dim * 2);
-            else
-                memset(to, 0, (size_t)dim * 2);
+        const char *from[2 * LANES]; /* values of each token */
+        for (long t = start; t < start + 2 * LANES; t++) {
+            const int is_outside = t < begin || t >= length;
+            const ptrdiff_t at = is_outside ? 0 : token_at(kv, row, head, t) * 2;
+            memcpy(keys + t * dim / 2, is_outside ? zeros : kv->layer.keys + at, (size_t)dim * 2);
+            from[t - start] = is_outside ? zeros : kv->layer.values + at;
         }
         for (long i = 0; i < dim; i += LANES) {
             vu square[LANES]; /* a row for each pair of tokens */
-            for (int t = 0; t < LANES; t++) {
-                const vu zero = {0};
-                const vu low = at[2 * t] >= 0 ? (vu)load(kv->layer.values + at[2 * t], i, BF16) : zero;
-                const vu high = at[2 * t + 1] >= 0 ? (vu)load(kv->layer.values + at[2 * t + 1], i, BF16) : zero;
-                square[t] = low >> 16 | high;
-            }
+            for (int t = 0; t < LANES; t++)
+                square[t] = (vu)load(from[2 * t], i, BF16) >> 16 | (vu)load(from[2 * t + 1], i, BF16);
             transpose(square);
             uint32_t *to = values + start / TOKENS * TOKENS / 2 * dim + i * (TOKENS / 2) + start % TOKENS / 2;
             for (int lane = 0; lane < LANES; lane++, to += TOKENS / 2) memcpy(to, square + lane, sizeof *square);
@@ -117,23 +112,27 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
                         const uint32_t *keys, const uint32_t *values, const char *q, long q_stride, char *out) {
     const long group = group_size(kv), dim = kv->dim, num = num_tokens * group;
     const char *from = q + 2 * ((piece->first_query + first) * q_stride + head * group * dim);
-    memset(f->queries, 0, sizeof f->queries);
-    memset(f->sums, 0, sizeof f->sums);
-    for (long m = 0; m < num; m++) {
-        const char *query = from + 2 * (m / group * q_stride + m % group * dim);
-        for (long i = 0; i < dim; i += 2) {
-            if (i % 32 == 0) __builtin_prefetch(query + 2 * (num_tokens * q_stride + i), 0, 2); /* for the next tile */
-            memcpy(&f->queries[i / 2][m], query + 2 * i, sizeof(uint32_t));
-        }
-    }
     const long position = piece->position + first, length = position + num_tokens;
     const float *sinks = kv->layer.sinks ? kv->layer.sinks + head * group : 0;
+    const char *queries[QUERIES];
     vi positions[2];
     for (int m = 0; m < QUERIES; m++) {
+        queries[m] = m < num ? from + 2 * (m / group * q_stride + m % group * dim) : zeros;
         positions[m / 16][m % 16] = (int)(position + m / group);
         f->best[m / 16][m % 16] = sinks ? sinks[m % group] / scale_of(kv) : -1e30f;
         f->total[m / 16][m % 16] = sinks ? 1.0f : 0.0f;
     }
+    memset(f->sums, 0, sizeof f->sums);
+    for (long i = 0; i < dim / 2; i += LANES)
+        for (int half = 0; half < QUERIES; half += LANES) {
+            vu square[LANES]; /* a row for each query, then for each of the pairs i .. i + 15 */
+            for (int lane = 0; lane < LANES; lane++) {
+                __builtin_prefetch(queries[half + lane] + 2 * num_tokens * q_stride + 4 * i, 0, 2); /* for the next tile */
+                memcpy(square + lane, queries[half + lane] + 4 * i, sizeof *square);
+            }
+            transpose(square);
+            for (int lane = 0; lane < LANES; lane++) memcpy(&f->queries[i + lane][half], square + lane, sizeof *square);
+        }
     for (long start = first_seen(kv, position) / 32 * 32, tokens; start < length; start += tokens) {
         const long in_block = start % TOKENS, left = (length - start + 31) / 32 * 32;
         tokens = left < TOKENS - in_block ? left : TOKENS - in_block;

@@ -278,22 +278,18 @@ INLINE long heads_at_once(const Paged *kv, const Piece *piece, long num_pieces) 
     return fitting < fair ? fitting : fair;
 }
 
-INLINE void attend_heads(const Paged *kv, const Piece *piece, long head, long end, const char *q, long q_stride,
-                         char *out, int dtype) {
-    if (kv->dtype == I8)
-        attend(kv, piece, head, end, q, q_stride, out, dtype, I8);
-    else
-        WITH_CONSTANT(dtype, attend, kv, piece, head, end, q, q_stride, out, dtype);
-}
-
 EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
                                   char *out, int dtype) {
 #pragma omp parallel for schedule(dynamic) if (num_pieces * kv->groups > 1)
     for (long unit = 0; unit < num_pieces * kv->groups; unit++) {
         const Piece *piece = pieces + unit / kv->groups;
-        const long head = unit % kv->groups, count = heads_at_once(kv, piece, num_pieces), end = head + count;
-        if (head % count == 0)
-            attend_heads(kv, piece, head, end < kv->groups ? end : kv->groups, q, q_stride, out, dtype);
+        const long head = unit % kv->groups, count = heads_at_once(kv, piece, num_pieces);
+        const long end = head + count < kv->groups ? head + count : kv->groups;
+        if (head % count != 0) continue;
+        if (kv->dtype == I8)
+            attend(kv, piece, head, end, q, q_stride, out, dtype, I8);
+        else
+            WITH_CONSTANT(dtype, attend, kv, piece, head, end, q, q_stride, out, dtype);
     }
 }
 

@@ -19,11 +19,14 @@ enum { AHEAD = 8192 }; /* how many bytes ahead weights are fetched */
 /* Zen 5, and what follows it. */
 INLINE int is_zen5(void) { return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vp2intersect"); }
 
-/* What to ask for while weights are multiplied, so many bytes in each step. */
+/* What to ask for while weights are multiplied: in each step so many bytes of weights, and a row of the results as long
+ * as there are any. */
 typedef struct {
     const char *at;
     long bytes;
-    int is_near;
+    int is_near, rows;
+    char *row;
+    ptrdiff_t row_bytes;
 } Ahead;
 
 /* Zen 5 reads weights fastest if they come into the nearest cache. Zen 4 fetches ahead by itself where few rows are
@@ -32,14 +35,18 @@ typedef struct {
 INLINE Ahead ahead_of(const char *tile, long step_bytes, long steps, long pass, long passes, int has_few_rows) {
     const long share = step_bytes / passes, distance = has_few_rows && !is_zen5() ? 512 : AHEAD;
     if (pass >= passes) return (Ahead){0};
-    if (passes == 1) return (Ahead){tile + distance, step_bytes, is_zen5()};
-    return (Ahead){tile + step_bytes * steps + share * steps * pass, share, 0};
+    if (passes == 1) return (Ahead){.at = tile + distance, .bytes = step_bytes, .is_near = is_zen5()};
+    return (Ahead){.at = tile + step_bytes * steps + share * steps * pass, .bytes = share};
 }
 
 INLINE void fetch_ahead(Ahead *ahead) {
     for (long at = 0; at < ahead->bytes; at += 64)
         ahead->is_near ? __builtin_prefetch(ahead->at + at, 0, 3) : __builtin_prefetch(ahead->at + at, 0, 2);
     ahead->at += ahead->bytes;
+    if (ahead->rows-- > 0) {
+        __builtin_prefetch(ahead->row, 1, 3);
+        ahead->row += ahead->row_bytes;
+    }
 }
 #else
 #define is_zen5() 0
@@ -69,11 +76,12 @@ typedef struct {
 /* Write a tile's sums [rows, vectors]. Not inlined, since a copy for every size of tile would buy nothing. */
 static __attribute__((noinline, unused)) void write_sums(const vf *sums, const Output *to, long row, long column,
                                                          int rows, int vectors) {
-    for (int j = 0; j < vectors; j++, column += LANES) {
-        const vf bias = to->bias ? load(to->bias, column, to->dtype) : (vf){0};
-        for (int i = 0; i < rows; i++)
-            store(to->out, (row + i) * to->width + column, sums[i * vectors + j] + bias, to->out_dtype);
-    }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++) {
+            const long at = column + j * LANES;
+            const vf bias = to->bias ? load(to->bias, at, to->dtype) : (vf){0};
+            store(to->out, (row + i) * to->width + at, *sums++ + bias, to->out_dtype);
+        }
 }
 
 typedef struct {

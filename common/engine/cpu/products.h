@@ -71,10 +71,14 @@ INLINE void multiply_tiles(const char *x, ptrdiff_t stride, ptrdiff_t next_tile,
     SETTLE(sums);
 }
 
-/* sums [rows, blocks, 16] of x [all rows, row_bytes] times a packed weight. */
-INLINE void multiply_part(const char *x, const char *weight, long row_bytes, const Part *part, vf *sums, int is_int8) {
+/* sums [rows, blocks, 16] of x [all rows, row_bytes] times a packed weight, whose results go `to` memory. */
+INLINE void multiply_part(const char *x, const char *weight, long row_bytes, const Part *part, const Output *to, vf *sums,
+                          int is_int8) {
+    const ptrdiff_t item = (ptrdiff_t)item_bytes(to->out_dtype);
     const char *by = weight + part->block * row_bytes * 16;
-    const Ahead ahead = ahead_of(by, 1024 * part->blocks, row_bytes / 64, part->pass, part->passes, 0);
+    Ahead ahead = ahead_of(by, 1024 * part->blocks, row_bytes / 64, part->pass, part->passes, 0);
+    ahead.rows = part->rows, ahead.row_bytes = to->width * item;
+    ahead.row = to->out + part->row * ahead.row_bytes + part->block * LANES * item;
     multiply_tiles(x + part->row * row_bytes, row_bytes, part->rows > 16 ? 16 * row_bytes : 0, by, part->blocks,
                    (char *)sums, row_bytes / 64, 0, is_int8, ahead);
 }
@@ -85,6 +89,7 @@ typedef int TileConfig;
 #endif
 
 #ifdef __AVX512BW__
+enum { CACHED = 768 << 10 }; /* bytes of rows that stay in the cache of a core with AMX beside weights and results */
 enum { ROWS = 8 }; /* with 3 blocks 24 sums, 3 weights and one input fit in the 32 registers */
 
 /* The first or the second number of each pair. */
@@ -121,17 +126,25 @@ INLINE void multiply_dots(const uint32_t *x, long stride, const char *by, int bl
 
 typedef void Multiply(const void *product, const Part *part);
 
-/* Multiplies every `most` rows by every BLOCKS blocks of outputs; one or two that are left over at the end each alone. */
-INLINE void multiply_all(Multiply *multiply, const void *product, long rows, long most, long all_blocks, int in_parallel) {
-#pragma omp parallel for schedule(static) if (in_parallel)
-    for (long first = 0; first < all_blocks; first += BLOCKS) {
-        const long is_whole = all_blocks - first >= BLOCKS, end = is_whole ? first + BLOCKS : all_blocks;
-        Part part = {.passes = rows < most || most > ROWS ? 1 : rows / most, .blocks = is_whole ? BLOCKS : 1};
+/* Multiplies every `most` rows by every BLOCKS blocks of outputs; one or two that are left over at the end each alone. With
+ * AMX, rows that fit into the cache are multiplied by all weights before the next. */
+INLINE void multiply_all(Multiply *multiply, const void *product, long rows, long row_bytes, long most, long all_blocks,
+                         int in_parallel) {
+    const long fitting = most > ROWS ? CACHED / row_bytes : rows, times = rows / (fitting + 1) + 1;
+    const long together = (rows + times * most - 1) / (times * most) * most;
+#pragma omp parallel if (in_parallel)
+    for (long start = 0; start < rows; start += together) {
+        const long end = start + together < rows ? start + together : rows, passes = (end - start) / most;
         TileConfig before;
         if (most > ROWS) configure_tiles(&before);
-        for (part.row = 0; part.row < rows; part.row += most, part.pass++) {
-            part.rows = (int)(rows - part.row < most ? rows - part.row : most);
-            for (part.block = first; part.block < end; part.block += part.blocks) multiply(product, &part);
+#pragma omp for schedule(static) nowait
+        for (long first = 0; first < all_blocks; first += BLOCKS) {
+            const long is_whole = all_blocks - first >= BLOCKS, last = is_whole ? first + BLOCKS : all_blocks;
+            Part part = {.passes = passes ? passes : 1, .blocks = is_whole ? BLOCKS : 1};
+            for (part.row = start; part.row < end; part.row += most, part.pass++) {
+                part.rows = (int)(end - part.row < most ? end - part.row : most);
+                for (part.block = first; part.block < last; part.block += part.blocks) multiply(product, &part);
+            }
         }
         if (most > ROWS) restore_tiles(&before);
     }

@@ -119,7 +119,8 @@ static void multiply(const void *product, const Part *part) {
 #ifdef __AMX_BF16__
     if (p->in_tiles) {
         vf sums[32 * BLOCKS];
-        multiply_part((const char *)p->x->values, (const char *)p->weight->values, p->weight->inputs, part, sums, 1);
+        multiply_part((const char *)p->x->values, (const char *)p->weight->values, p->weight->inputs, part, &p->to, sums,
+                      1);
         for (int i = 0; i < part->rows * part->blocks; i++)
             sums[i] = scaled(p, (vi)sums[i], part->row + i / part->blocks, part->block + i % part->blocks, 0);
         write_sums(sums, &p->to, part->row, part->block * LANES, part->rows, part->blocks);
@@ -139,7 +140,7 @@ EXPORT void baton_linear_quantized(const QuantizedWeight *weight, const Quantize
     const int in_tiles = weight->bits == 8 && weight->group == inputs && inputs % 64 == 0 && baton_has_amx();
     const Quantized product = {weight, scratch, in_tiles, {weight->bias, out, weight->outputs, dtype, out_dtype}};
     quantize_rows(x, scratch, rows, inputs, weight->group, in_tiles ? 1 : ROWS, dtype);
-    multiply_all(multiply, &product, rows, in_tiles ? 32 : ROWS, weight->outputs / LANES,
+    multiply_all(multiply, &product, rows, inputs, in_tiles ? 32 : ROWS, weight->outputs / LANES,
                  rows * inputs * weight->outputs > 1 << 18);
 }
 

@@ -2,13 +2,14 @@
 
 The model has Qwen3-0.6B's shape, or one with experts (``--shape``), and random weights. Decode starts from caches with
 random KV, so that no prompt has to be computed first. All engines take turns, and the best round counts, because other
-processes only make a round slower. The limits are measured in the same run: the fastest matrix product; and the time
-that it takes to read what the decode steps read, which takes its turn with the engines, since memory's speed changes
-where other machines share it. A step reads only the experts that its rows chose, which are counted. On CPUs the last
-row is a decode step with int8 weights, beside that with bfloat16. "its classes" is the model's class in transformers
-over our pages, as ``--model-impl transformers`` computes it; it is left out for shapes with experts. The last column
-says which marks a row misses: a share of its limit, and to be ahead of ``transformers``. A second table shows how long
-the engine waits for the host between two decode steps, with and without overlap scheduling.
+processes only make a round slower. The limits are the times that the fastest matrix product takes for the same
+operations, and that it takes to read what the decode steps read. They take their turns with the engines, since the
+speeds of processor and memory change where other machines share them. A step reads only the experts that its rows
+chose, which are counted. On CPUs the last row is a decode step with int8 weights, beside that with bfloat16. "its
+classes" is the model's class in transformers over our pages, as ``--model-impl transformers`` computes it; it is left
+out for shapes with experts. The last column says which marks a row misses: a share of its limit, and to be ahead of
+``transformers``. A second table shows how long the engine waits for the host between two decode steps, with and without
+overlap scheduling.
 
 ``--peer vllm=PYTHON`` and ``--peer llama.cpp=FOLDER`` measure other engines too, which must be installed.
 """
@@ -71,22 +72,27 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """What the machine does at most.
+    """What the machine does at most, with the speeds that each had by itself.
 
     Attributes:
         read: reads ``read_bytes`` bytes in the fastest way.
+        multiply: does ``product_flops`` floating-point operations in the fastest way.
     """
 
     read_bytes_per_s: float
     flops_per_s: float
     read: Callable[[], object]
     read_bytes: int
+    multiply: Callable[[], object]
+    product_flops: int
 
     def reading_s(self, num_bytes: float, options: Options) -> Callable[[], float]:
         """Return a function that reads about so many bytes and returns the seconds that exactly so many take."""
-        times = max(1, round(num_bytes / self.read_bytes))
-        run = in_seconds(lambda: [self.read() for _ in range(times)], options)
-        return lambda: run() * num_bytes / (times * self.read_bytes)
+        return in_proportion(self.read, num_bytes / self.read_bytes, options)
+
+    def multiplying_s(self, flops: float, options: Options) -> Callable[[], float]:
+        """Return the same for floating-point operations of matrix products."""
+        return in_proportion(self.multiply, flops / self.product_flops, options)
 
 
 @dataclass(frozen=True)
@@ -355,11 +361,18 @@ def measure_limits(options: Options) -> MachineLimits:
     seconds = [best_s(reader, 3 * options.rounds, device) for reader in readers]
     fastest = min(range(len(readers)), key=seconds.__getitem__)
     num_bytes = ballasts[0].nbytes
-    return MachineLimits(num_bytes / seconds[fastest], max(product_speeds(options)), readers[fastest], num_bytes)
+    multiply, product_flops, product_s = fastest_product(options)
+    return MachineLimits(
+        *(num_bytes / seconds[fastest], product_flops / product_s),
+        *(readers[fastest], num_bytes, multiply, product_flops),
+    )
 
 
-def product_speeds(options: Options) -> list[float]:
-    """FLOP/s of the products that serve here: torch's in ``--dtype``; on CPUs torch's in float32 and our own too."""
+def fastest_product(options: Options) -> tuple[Callable[[], object], int, float]:
+    """A product, its floating-point operations and the seconds that it takes.
+
+    Those that serve here are torch's in ``--dtype``, and on CPUs torch's in float32 and our own too.
+    """
     device, dtype = torch.device(options.device), TORCH_DTYPES[options.dtype]
     size = 4096 if device.type == "cuda" else 2048
     a = torch.randn(size, size, device=device)
@@ -375,7 +388,8 @@ def product_speeds(options: Options) -> list[float]:
         # A product without the processor's instructions for its format takes seconds, and is not the fastest.
         is_slow = bool(found) and first_s > 4 * min(found)
         found.append(first_s if is_slow else best_s(product, 3 * options.rounds, device))
-    return [2 * size**3 / seconds for seconds in found]
+    fastest = min(range(len(found)), key=found.__getitem__)
+    return products[fastest], 2 * size**3, found[fastest]
 
 
 def prefill_run(num_tokens: int, executor: TorchExecutor, options: Options) -> Callable[[], object]:
@@ -405,14 +419,14 @@ def measure_prefill(num_tokens: int, engines: Engines, limits: MachineLimits, op
     theirs: dict[str, Callable[[], float]] = {peer.name: partial(peer.prefill_s, num_tokens) for peer in engines.peers}
     if engines.library is not None:
         theirs[LIBRARY] = in_seconds(prefill_run(num_tokens, engines.library, options), options)
-    ours_s, *theirs_s = best_times(
-        [in_seconds(prefill_run(num_tokens, engines.ours, options), options), *theirs.values()], options
-    )
     flops = 2 * linear_parameters(config, with_head=False) * num_tokens
     flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
+    compute = in_seconds(prefill_run(num_tokens, engines.ours, options), options)
+    ours_s, products_s, *theirs_s = best_times(
+        [compute, limits.multiplying_s(flops, options), *theirs.values()], options
+    )
     others = {name: num_tokens / seconds for name, seconds in zip(theirs, theirs_s, strict=True)}
-    limit = num_tokens * limits.flops_per_s / flops
-    return Measurement(f"prefill {num_tokens}", num_tokens / ours_s, limit, others, mark=PREFILL_MARK)
+    return Measurement(f"prefill {num_tokens}", num_tokens / ours_s, num_tokens / products_s, others, mark=PREFILL_MARK)
 
 
 def measure_decode(batch: int, engines: Engines, limits: MachineLimits, options: Options) -> Measurement:
@@ -424,10 +438,10 @@ def measure_decode(batch: int, engines: Engines, limits: MachineLimits, options:
     read = linear_parameters(config, with_head=True, num_experts=experts_read(decode_run(batch, ours, options)))
     kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.layout.page_bytes / PAGE_SIZE
     reading_s = limits.reading_s(steps * (read * ITEM_BYTES[options.dtype] + kv_bytes), options)
-    ours_s, memory_s, *theirs_s = best_times(
-        [in_seconds(decode_run(batch, ours, options), options), reading_s, *theirs.values()], options
+    multiplying_s = limits.multiplying_s(steps * 2 * linear_parameters(config, with_head=True) * batch, options)
+    ours_s, memory_s, products_s, *theirs_s = best_times(
+        [in_seconds(decode_run(batch, ours, options), options), reading_s, multiplying_s, *theirs.values()], options
     )
-    products_s = steps * 2 * linear_parameters(config, with_head=True) * batch / limits.flops_per_s
     others = {name: batch * steps / seconds for name, seconds in zip(theirs, theirs_s, strict=True)}
     mark = next(share for largest, share in DECODE_MARKS if batch <= largest)
     limit = batch * steps / max(memory_s, products_s)
@@ -449,6 +463,13 @@ def best_times(rounds_of: Sequence[Callable[[], float]], options: Options) -> li
     """Return the least that each function returns; they are called alternately, and the first round does not count."""
     rounds = [[each() for each in rounds_of] for _ in range(max(2, options.rounds + 1))][1:]
     return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def in_proportion(run: Callable[[], object], times: float, options: Options) -> Callable[[], float]:
+    """Return a function that runs so many times, rounded, and returns the seconds of exactly so many."""
+    whole = max(1, round(times))
+    compute = in_seconds(lambda: [run() for _ in range(whole)], options)
+    return lambda: compute() * times / whole
 
 
 def in_seconds(run: Callable[[], object], options: Options) -> Callable[[], float]:
