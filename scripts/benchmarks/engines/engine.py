@@ -1,15 +1,15 @@
 """Tokens per second of the engine, of ``transformers`` and of other engines, with the same shape, dtype and threads.
 
 The model has Qwen3-0.6B's shape, or one with experts (``--shape``), and random weights. Decode starts from caches with
-random KV, so that no prompt has to be computed first. All engines take turns, and the best round counts, because other
-processes only make a round slower. The limits are the times that the fastest matrix product takes for the same
-operations, and that it takes to read what the decode steps read. They take their turns with the engines, since the
-speeds of processor and memory change where other machines share them. A step reads only the experts that its rows
-chose, which are counted. On CPUs the last row is a decode step with int8 weights, beside that with bfloat16. "its
-classes" is the model's class in transformers over our pages, as ``--model-impl transformers`` computes it; it is left
-out for shapes with experts. The last column says which marks a row misses: a share of its limit, and to be ahead of
-``transformers``. A second table shows how long the engine waits for the host between two decode steps, with and without
-overlap scheduling.
+random KV, so that no prompt has to be computed first. All engines take turns. The limits are the times that the fastest
+matrix product takes for the same operations, and that it takes to read what the decode steps read; they take their
+turns too. Speeds are those of the best round, because other processes only make a round slower. Shares of the limit and
+ratios are medians of the rounds, because the speeds of processor and memory change within seconds where other machines
+share them. A step reads only the experts that its rows chose, which are counted. On CPUs the last row is a decode step
+with int8 weights, beside that with bfloat16. "its classes" is the model's class in transformers over our pages, as
+``--model-impl transformers`` computes it; it is left out for shapes with experts. The last column says which marks a
+row misses: a share of its limit, and to be ahead of ``transformers``. A second table shows how long the engine waits
+for the host between two decode steps, with and without overlap scheduling.
 
 ``--peer vllm=PYTHON`` and ``--peer llama.cpp=FOLDER`` measure other engines too, which must be installed.
 """
@@ -17,11 +17,12 @@ overlap scheduling.
 import argparse
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from unittest.mock import patch
 
 import torch
@@ -97,30 +98,40 @@ class MachineLimits:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row of the table, in tokens per second.
+    """One row of the table: seconds of each round.
 
     Attributes:
-        limit: None for the row with int8 weights, which stands beside bfloat16.
-        others: of other engines, or of another format, by name.
+        num_tokens: of a round.
+        limit_s: None for the row with int8 weights, which stands beside bfloat16.
+        others_s: of other engines, or of another format, by name.
         mark: the share of the limit to reach; without a limit, the ratio to bfloat16.
     """
 
     name: str
-    ours: float
-    limit: float | None
-    others: dict[str, float]
+    num_tokens: int
+    ours_s: Sequence[float]
+    limit_s: Sequence[float] | None
+    others_s: Mapping[str, Sequence[float]]
     mark: float
+
+    def speed(self, seconds: Sequence[float]) -> float:
+        """Tokens per second of the best round."""
+        return self.num_tokens / min(seconds)
+
+    def ratio(self, seconds: Sequence[float]) -> float:
+        """Our speed relative to that of the same round."""
+        return median(theirs / ours for ours, theirs in zip(self.ours_s, seconds, strict=True))
 
     @property
     def missed(self) -> list[str]:
         """What this row should reach and does not: its mark, and to be ahead of transformers."""
         missed = []
-        if self.limit is None:
-            if self.ours < self.mark * self.others["bfloat16"]:
+        if self.limit_s is None:
+            if self.ratio(self.others_s["bfloat16"]) < self.mark:
                 missed.append(f"{self.mark} of bfloat16")
-        elif self.ours < self.mark * self.limit:
+        elif self.ratio(self.limit_s) < self.mark:
             missed.append(f"{self.mark:.0%} of the limit")
-        if self.ours <= self.others.get(TransformersPeer.name, 0.0):
+        if TransformersPeer.name in self.others_s and self.ratio(self.others_s[TransformersPeer.name]) <= 1:
             missed.append(f"ahead of {TransformersPeer.name}")
         return missed
 
@@ -155,7 +166,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", choices=SHAPES, default=SHAPES[0], help="shape of the model, without its layers (%(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of every row (%(default)s)")
     parser.add_argument("--disable-cuda-graph", action="store_true", help="run every step of a GPU eagerly")
     parser.add_argument("--ours-only", action="store_true", help="do not measure transformers")
     parser.add_argument(
@@ -173,10 +184,12 @@ def run(options: Options) -> dict[str, float]:
         limits, rows, overlaps = measure(options, paths)
         part = {"memory GB/s": limits.read_bytes_per_s / 1e9, "products GFLOP/s": limits.flops_per_s / 1e9}
         for row in rows:
-            part[f"{row.name}, tokens/s"] = row.ours
-            if row.limit is not None:
-                part[f"{row.name}, limit, tokens/s"] = row.limit
-            part |= {f"{row.name}, {name}, tokens/s": speed for name, speed in row.others.items()}
+            part[f"{row.name}, tokens/s"] = row.speed(row.ours_s)
+            if row.limit_s is not None:
+                part[f"{row.name}, limit, tokens/s"] = row.speed(row.limit_s)
+                part[f"{row.name}, of the limit"] = row.ratio(row.limit_s)
+            part |= {f"{row.name}, {name}, tokens/s": row.speed(each) for name, each in row.others_s.items()}
+            part |= {f"{row.name}, times {name}": row.ratio(each) for name, each in row.others_s.items()}
         for overlap in overlaps:
             part[f"batch {overlap.batch}, host time without overlap, us"] = overlap.without.idle_s * 1e6
             part[f"batch {overlap.batch}, host time with overlap, us"] = overlap.with_overlap.idle_s * 1e6
@@ -422,11 +435,11 @@ def measure_prefill(num_tokens: int, engines: Engines, limits: MachineLimits, op
     flops = 2 * linear_parameters(config, with_head=False) * num_tokens
     flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
     compute = in_seconds(prefill_run(num_tokens, engines.ours, options), options)
-    ours_s, products_s, *theirs_s = best_times(
+    ours_s, products_s, *theirs_s = times_by_round(
         [compute, limits.multiplying_s(flops, options), *theirs.values()], options
     )
-    others = {name: num_tokens / seconds for name, seconds in zip(theirs, theirs_s, strict=True)}
-    return Measurement(f"prefill {num_tokens}", num_tokens / ours_s, num_tokens / products_s, others, mark=PREFILL_MARK)
+    others_s = dict(zip(theirs, theirs_s, strict=True))
+    return Measurement(f"prefill {num_tokens}", num_tokens, ours_s, products_s, others_s, mark=PREFILL_MARK)
 
 
 def measure_decode(batch: int, engines: Engines, limits: MachineLimits, options: Options) -> Measurement:
@@ -439,19 +452,20 @@ def measure_decode(batch: int, engines: Engines, limits: MachineLimits, options:
     kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.layout.page_bytes / PAGE_SIZE
     reading_s = limits.reading_s(steps * (read * ITEM_BYTES[options.dtype] + kv_bytes), options)
     multiplying_s = limits.multiplying_s(steps * 2 * linear_parameters(config, with_head=True) * batch, options)
-    ours_s, memory_s, products_s, *theirs_s = best_times(
+    ours_s, memory_s, products_s, *theirs_s = times_by_round(
         [in_seconds(decode_run(batch, ours, options), options), reading_s, multiplying_s, *theirs.values()], options
     )
-    others = {name: batch * steps / seconds for name, seconds in zip(theirs, theirs_s, strict=True)}
+    others_s = dict(zip(theirs, theirs_s, strict=True))
     mark = next(share for largest, share in DECODE_MARKS if batch <= largest)
-    limit = batch * steps / max(memory_s, products_s)
-    return Measurement(f"decode batch {batch}", batch * steps / ours_s, limit, others, mark=mark)
+    limit_s = list(map(max, memory_s, products_s))
+    return Measurement(f"decode batch {batch}", batch * steps, ours_s, limit_s, others_s, mark=mark)
 
 
 def measure_quantized(batch: int, plain: TorchExecutor, quantized: TorchExecutor, options: Options) -> Measurement:
-    runs = [decode_run(batch, executor, options) for executor in (quantized, plain)]
-    speeds = [batch * options.new_tokens / seconds for seconds in take_turns(runs, options)]
-    return Measurement(f"int8, batch {batch}", speeds[0], None, {"bfloat16": speeds[1]}, mark=INT8_MARK)
+    runs = [in_seconds(decode_run(batch, executor, options), options) for executor in (quantized, plain)]
+    ours_s, plain_s = times_by_round(runs, options)
+    num_tokens = batch * options.new_tokens
+    return Measurement(f"int8, batch {batch}", num_tokens, ours_s, None, {"bfloat16": plain_s}, mark=INT8_MARK)
 
 
 def take_turns(runs: Sequence[Callable[[], object]], options: Options) -> list[float]:
@@ -460,9 +474,14 @@ def take_turns(runs: Sequence[Callable[[], object]], options: Options) -> list[f
 
 
 def best_times(rounds_of: Sequence[Callable[[], float]], options: Options) -> list[float]:
-    """Return the least that each function returns; they are called alternately, and the first round does not count."""
+    """Return the least of what each function returns."""
+    return list(map(min, times_by_round(rounds_of, options)))
+
+
+def times_by_round(rounds_of: Sequence[Callable[[], float]], options: Options) -> list[tuple[float, ...]]:
+    """Return what each function returns in every round. They take turns, and the first round does not count."""
     rounds = [[each() for each in rounds_of] for _ in range(max(2, options.rounds + 1))][1:]
-    return [min(times) for times in zip(*rounds, strict=True)]
+    return list(zip(*rounds, strict=True))
 
 
 def in_proportion(run: Callable[[], object], times: float, options: Options) -> Callable[[], float]:
@@ -528,8 +547,9 @@ def heading(options: Options, limits: MachineLimits, engines: Engines) -> str:
 
 def row_of(row: Measurement) -> str:
     """The ratios are those of our speed to the other engine's."""
-    limit = f"{'':>20}" if row.limit is None else f"{row.limit:>10.1f}{row.ours / row.limit:>10.0%}"
-    format_name = "  of bfloat16:" if row.limit is None else ""
-    others = "".join(f"{speed:>14.1f}{row.ours / speed:>8.2f}" for speed in row.others.values())
+    limit_s = row.limit_s
+    limit = f"{'':>20}" if limit_s is None else f"{row.speed(limit_s):>10.1f}{row.ratio(limit_s):>10.0%}"
+    format_name = "  of bfloat16:" if limit_s is None else ""
+    others = "".join(f"{row.speed(each):>14.1f}{row.ratio(each):>8.2f}" for each in row.others_s.values())
     mark = f"missed: {', '.join(row.missed)}" if row.missed else "met"
-    return f"{row.name:<18}{row.ours:>10.1f}{limit}{format_name}{others}  {mark}"
+    return f"{row.name:<18}{row.speed(row.ours_s):>10.1f}{limit}{format_name}{others}  {mark}"
