@@ -63,6 +63,18 @@ async def opened(browser: Browser, url, *, allowed=(), **options) -> AsyncIterat
     assert [text for text in complaints if not any(part in text for part in allowed)] == []
 
 
+async def hold(page, url) -> asyncio.Event:
+    """Keeps requests to ``url`` back until the event is set."""
+    released = asyncio.Event()
+
+    async def wait(route):
+        await released.wait()
+        await route.continue_()
+
+    await page.route(url, wait)
+    return released
+
+
 async def chat(page, text):
     """Sends a message by the keyboard and returns the bubble of the answer, once its facts are shown."""
     await page.fill("#message", text)
@@ -206,13 +218,7 @@ async def test_a_message_is_sent_only_once_the_models_are_known(browser, tmp_pat
     async with running(model) as stack:
         await stack.pair()
         async with opened(browser, stack.url) as page:
-            typed = asyncio.Event()
-
-            async def answer_late(route):
-                await typed.wait()
-                await route.continue_()
-
-            await page.route("**/v1/live", answer_late)
+            typed = await hold(page, "**/v1/live")
             await page.reload(wait_until="commit")
             await page.fill("#message", "Shall I")
             await page.get_by_role("button", name="Send", exact=True).click()
@@ -230,13 +236,7 @@ async def test_a_message_typed_before_the_script_runs_is_kept(browser, folder):
     async with running(folder) as stack:
         await stack.pair()
         async with opened(browser, stack.url) as page:
-            typed = asyncio.Event()
-
-            async def run_late(route):
-                await typed.wait()
-                await route.continue_()
-
-            await page.route("**/static/playground.js", run_late)
+            typed = await hold(page, "**/static/playground.js")
             await page.reload(wait_until="commit")
             await page.fill("#message", "Hello")
             send = page.get_by_role("button", name="Send", exact=True)

@@ -75,7 +75,7 @@ INLINE void store(char *array, ptrdiff_t index, vf x, int dtype) {
         memcpy(at, &x, sizeof x);
     } else if (dtype == BF16) {
 #ifdef __AVX512BF16__
-        const __m256bh half = _mm512_cvtneps_pbh((__m512)x); /* what is not a normal number becomes 0 */
+        const __m256bh half = _mm512_cvtneps_pbh((__m512)x); /* denormal numbers become 0 */
 #else
         vu bits = (vu)x;
         vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

@@ -19,8 +19,8 @@ enum { AHEAD = 8192 }; /* how many bytes ahead weights are fetched */
 /* Zen 5, and what follows it. */
 INLINE int is_zen5(void) { return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vp2intersect"); }
 
-/* What to ask for while weights are multiplied: in each step so many bytes of weights, and a row of the results as long
- * as there are any. */
+/* What to ask for while weights are multiplied: in each step so many bytes of weights, and with AMX a row of the results
+ * as long as there are any. */
 typedef struct {
     const char *at;
     long bytes;
@@ -43,10 +43,6 @@ INLINE void fetch_ahead(Ahead *ahead) {
     for (long at = 0; at < ahead->bytes; at += 64)
         ahead->is_near ? __builtin_prefetch(ahead->at + at, 0, 3) : __builtin_prefetch(ahead->at + at, 0, 2);
     ahead->at += ahead->bytes;
-    if (ahead->rows-- > 0) {
-        __builtin_prefetch(ahead->row, 1, 3);
-        ahead->row += ahead->row_bytes;
-    }
 }
 #else
 #define is_zen5() 0

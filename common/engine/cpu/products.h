@@ -57,6 +57,10 @@ INLINE void multiply_tiles(const char *x, ptrdiff_t stride, ptrdiff_t next_tile,
     if (adds) EACH_TILE(_tile_loadd, sums, width);
     for (const char *end = x + 64 * steps; x < end; x += 64, by += 16 * width) {
         fetch_ahead(&ahead);
+        if (ahead.rows-- > 0) {
+            __builtin_prefetch(ahead.row, 1, 3);
+            ahead.row += ahead.row_bytes;
+        }
         _tile_loadd(6, by, width);
         _tile_loadd(4, x, stride);
         MULTIPLY(0, 4, 6);
