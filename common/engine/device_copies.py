@@ -13,7 +13,11 @@ from torch import Tensor
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a CUDA device the current one of this thread: Triton launches kernels there, wherever their tensors are."""
+    """Make a CUDA device the current one of this thread.
+
+    Triton launches kernels there, wherever their tensors are. Every thread begins with the first GPU. Waiting there for
+    an event of another GPU, or leaving a stream of another one, would take half a gigabyte of the first.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -59,4 +63,5 @@ class HostCopies:
     def wait(self) -> None:
         """Wait until the device has done the step, and its tensors are on the host."""
         if self._event is not None:
-            self._event.synchronize()
+            with current_device(self._device):
+                self._event.synchronize()

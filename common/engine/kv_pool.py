@@ -27,7 +27,7 @@ from torch import Tensor
 from common.cache.page_layout import PageLayout
 from common.cache.window_pages import LayerGroups
 from common.engine.cpu.huge_pages import advise_huge_pages
-from common.engine.device_copies import to_device
+from common.engine.device_copies import current_device, to_device
 from common.engine.pinned_memory import PinnedMemory
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class KVPool:
         assert 0 <= page < self.num_pages
         assert into.nbytes == self.layout.page_bytes
         target = torch.frombuffer(into, dtype=torch.uint8)
-        with torch.cuda.stream(self._moves):
+        with current_device(self.device), torch.cuda.stream(self._moves):
             target.copy_(self.pages[page])
 
     def landed(self, pages: Sequence[int]) -> None:
@@ -180,13 +180,13 @@ class KVPool:
         if self._pinned is None or not pages:
             return
         over = torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(self._moves):
+        with current_device(self.device), torch.cuda.stream(self._moves):
             for page in pages:
                 assert 0 <= page < self.num_pages
                 self._pinned.pin(page)
                 self.pages[page].copy_(self._landing[page], non_blocking=True)
             over.record()
-        over.synchronize()  # memory and page may have other uses from here on
+            over.synchronize()  # memory and page may have other uses from here on
 
     @property
     def can_copy_runs(self) -> bool:

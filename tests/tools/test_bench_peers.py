@@ -1,13 +1,17 @@
-"""``bench engine`` finds the engines that ``--peer`` names, or says what is missing."""
+"""``bench engine``: the engines that ``--peer`` names, or what is missing, and the experts that a step reads."""
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from common.engine.models import feed_forward
+from common.engine.models.expert_config import QWEN_EXPERTS, ExpertConfig
 from common.errors import ConfigError
-from scripts.benchmarks.engines.engine import run, thread_counts
+from scripts.benchmarks.engines.engine import experts_read, run, thread_counts
 from scripts.benchmarks.harness.service_fixture import ServiceStartError
 from scripts.benchmarks.peers.llama_cpp import LlamaCppPeer, parse_output
 from scripts.benchmarks.peers.peer import Workload, parse_peers
@@ -93,3 +97,19 @@ def test_threads_are_counts(text: str) -> None:
     assert thread_counts("1,2") == [1, 2]
     with pytest.raises(ConfigError, match=f"--threads {text}: give numbers of threads, such as 1,2"):
         thread_counts(text)
+
+
+def test_experts_are_counted_although_graphs_compute_the_steps() -> None:
+    class Executor:
+        """Its graphs replay kernels, and call no function."""
+
+        _graphs: object | None = object()
+
+        def run(self) -> None:
+            if self._graphs is None:
+                scores = torch.tensor([[0.0, 3.0, 2.0, 1.0], [9.0, 3.0, 2.0, 1.0]])
+                feed_forward.route(scores, ExpertConfig(4, 2, 8, True, (0,), QWEN_EXPERTS))
+
+    executor: Any = Executor()
+    assert experts_read(executor, executor.run) == 3  # 1 and 2, and 0 and 1
+    assert executor._graphs is not None

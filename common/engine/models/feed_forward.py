@@ -130,7 +130,7 @@ class ExpertLoop:
         grouped = self._down if is_down else self._gate_up
         if grouped is not None:
             return grouped(x, groups, dtype)
-        parts = x.tensor_split(groups.ends[:-1])
+        parts = x.tensor_split(groups.ends[:-1].tolist())  # torch takes no tensor on a GPU here
         experts = [self.experts[number] for number in groups.weights.tolist()]
         linears = [expert.down if is_down else expert.gate_up for expert in experts]
         return torch.cat([linear(part, dtype) for linear, part in zip(linears, parts, strict=True)])

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.device_copies import to_device
+from common.engine.device_copies import current_device, to_device
 from common.engine.sampling.grammar import check
 from common.engine.sampling.reasoning import Phase, ReasoningState
 from common.errors import RequestError
@@ -197,7 +197,7 @@ class TokenMasks:
 
     def _to_biases(self, bits: Bits) -> Tensor:
         if self._stream is not None:
-            with torch.cuda.stream(self._stream):
+            with current_device(self._device), torch.cuda.stream(self._stream):
                 on_device = _biases_on_device(torch.from_numpy(bits).to(self._device))
             self._stream.synchronize()
             return on_device[:, : self._vocab_size]

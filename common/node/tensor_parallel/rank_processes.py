@@ -149,7 +149,8 @@ class RankProcesses:
         from common.engine.tensor_parallel.group import open_group
         from common.engine.tensor_parallel.shard import Shard
 
-        # A file that cannot be left behind. It stays open with the process: the group opens it again when it ends.
+        # A file that cannot be left behind. It stays open with the process: the group opens it again, by the number of
+        # the descriptor, when it ends, and with NCCL at its first operation.
         store = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
         try:
             for other in self._others:
@@ -162,8 +163,6 @@ class RankProcesses:
             raise ConfigError(
                 f"--tp {self.num_ranks}: the ranks of this node do not find each other: {error}"
             ) from error
-        finally:
-            os.close(store)
 
     def transfer_ends(self) -> "list[Callable[[], socket.socket]]":
         """What makes a connection to the transfer endpoint of each other rank. Call ``join`` first."""

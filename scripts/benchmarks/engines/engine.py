@@ -448,7 +448,7 @@ def measure_decode(batch: int, engines: Engines, limits: MachineLimits, options:
     if engines.library is not None:
         theirs[LIBRARY] = in_seconds(decode_run(batch, engines.library, options), options)
     config = ours.model.config
-    read = linear_parameters(config, with_head=True, num_experts=experts_read(decode_run(batch, ours, options)))
+    read = linear_parameters(config, with_head=True, num_experts=experts_read(ours, decode_run(batch, ours, options)))
     kv_bytes = batch * (CONTEXT + steps / 2) * ours.pool.layout.page_bytes / PAGE_SIZE
     reading_s = limits.reading_s(steps * (read * ITEM_BYTES[options.dtype] + kv_bytes), options)
     multiplying_s = limits.multiplying_s(steps * 2 * linear_parameters(config, with_head=True) * batch, options)
@@ -519,8 +519,11 @@ def linear_parameters(config: BaseModelConfig, *, with_head: bool, num_experts: 
     return layers + (config.vocab_size * config.hidden_size if with_head else 0)
 
 
-def experts_read(run: Callable[[], object]) -> float | None:
-    """Run, and return how many experts a step reads in each layer that has them, on average; None without experts."""
+def experts_read(executor: TorchExecutor, run: Callable[[], object]) -> float | None:
+    """Run, and return how many experts a step reads in each layer that has them, on average; None without experts.
+
+    The steps run eagerly: the replay of a CUDA graph calls no function.
+    """
     counts: list[int] = []
 
     def counting(scores: Tensor, config: ExpertConfig) -> Routing:
@@ -528,7 +531,7 @@ def experts_read(run: Callable[[], object]) -> float | None:
         counts.append(len(found.experts.unique()))
         return found
 
-    with patch.object(feed_forward, "route", counting):
+    with patch.object(feed_forward, "route", counting), patch.object(executor, "_graphs", None):
         run()
     return sum(counts) / len(counts) if counts else None
 

@@ -14,6 +14,7 @@ from itertools import product
 
 import torch
 
+from common.engine.device_copies import current_device
 from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import TORCH_DTYPES
 from common.errors import BatonError, ConfigError
@@ -66,7 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: Options) -> Figures:
     if options.device != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"--device {options.device}: torch finds no CUDA device; --shortest runs on the CPU")
-    return GpuBenchmark(options).run()
+    with current_device(torch.device(options.device)):  # of kernels, graphs and events
+        return GpuBenchmark(options).run()
 
 
 class GpuBenchmark:

@@ -192,10 +192,10 @@ def memcpy(pool: KVPool, target: KVPool) -> Callable[[int], float]:
     size = pool.layout.page_bytes
 
     def run_on_device(count: int) -> float:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(pool.device)
         begun_at = time.perf_counter()
         target.pages[:count].copy_(pool.pages[:count])
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(pool.device)
         return time.perf_counter() - begun_at
 
     def run(count: int) -> float:

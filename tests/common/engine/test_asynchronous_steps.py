@@ -3,7 +3,10 @@
 The model is on torch's ``meta`` device, which has shapes and no data: every read of a value by the host fails there.
 """
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -19,6 +22,7 @@ from common.config.shared import SMALL_MODEL
 from common.engine.attention.protocol import AttentionBackend, AttentionParams
 from common.engine.attention.torch_sdpa import TorchAttention
 from common.engine.batch import RowArrays, StepBatch, make_batch
+from common.engine.device_copies import HostCopies
 from common.engine.executor import TorchExecutor
 from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
@@ -166,3 +170,62 @@ def test_steps_launched_together_give_a_gpu_the_same_results(name: str, device: 
     launched = [executor.launch(plan) for plan in plans]
     assert [step.result().tokens for step in launched] == [result.tokens for result in expected]
     executor.close()
+
+
+#: Prints whether the first GPU is in use after steps, a mask and copies of pages on the second one.
+ON_THE_SECOND_GPU = """if True:
+    import threading
+    import torch
+    from common.config.shared import SMALL_MODEL
+    from common.engine.factory import load_executor
+    from common.engine.models.config import ModelConfig
+    from common.sampling_params import SamplingParams, Thinking
+    from common.step_plan import Admit, PageDelta, Row, StepPlan
+
+    config = ModelConfig.load(SMALL_MODEL)
+    executor = load_executor(config, device="cuda:1", dtype="float32", num_slots=1, num_pages=8, page_size=16)
+    params = SamplingParams(thinking=Thinking(None, (3,), budget=0))  # forces a token, by a mask
+    admit = Admit(0, params, 2, None, (1, 2))
+    step = executor.launch(StepPlan(1, (admit,), (PageDelta(0, 0, (5,)),), (Row(0, 0, (1, 2), True),)))
+    results = []
+    waiter = threading.Thread(target=lambda: results.append(step.result()))
+    waiter.start()
+    waiter.join()
+    assert results[0].tokens == (3,)
+    executor.pool.export_page(5, memoryview(bytearray(executor.pool.layout.page_bytes)))
+    executor.pool.landed([6])
+    print(torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_executor_on_the_second_gpu_takes_no_memory_of_the_first() -> None:
+    """In a process of its own, since other tests use the first GPU."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ON_THE_SECOND_GPU], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert ended.stdout.split() == ["False", "True"]
+
+
+def test_a_thread_waits_for_a_step_with_the_gpu_of_the_step_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def exchange(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            self.waited_on: list[torch.device] = []
+
+        def synchronize(self) -> None:
+            self.waited_on.append(current[-1])
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", exchange)
+    copies: Any = HostCopies(torch.device("cuda", 1))
+    copies.wait()
+    assert copies._event.waited_on == [torch.device("cuda", 1)]

@@ -10,7 +10,7 @@ from common.engine.models.expert_config import QWEN_EXPERTS, ExpertConfig
 from common.engine.models.feed_forward import ExpertLoop, Experts, Mlp, make_expert_product
 from common.engine.models.layers import TorchOperations
 from common.engine.models.linear import Linear, group_linears
-from common.engine.models.routing import route
+from common.engine.models.routing import Routing, route
 
 HIDDEN, WIDTH = 64, 32
 
@@ -64,6 +64,17 @@ def test_each_row_is_the_weighted_sum_of_its_experts(num_rows: int, is_normalise
     x = torch.randn(num_rows, HIDDEN)
     expected = torch.stack([expected_row(row, config, *tensors) for row in x])
     torch.testing.assert_close(experts(x, TorchOperations()).double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.cuda
+def test_a_gpu_without_triton_multiplies_one_expert_after_the_other() -> None:
+    config = expert_config()
+    experts, _, gate_up, down = make_experts(config)
+    x, routing = torch.randn(5, HIDDEN), route(torch.randn(5, config.num_experts), config)
+    expected = experts.product(x, routing, TorchOperations())
+    loop = ExpertLoop([Mlp(Linear(one.cuda()), Linear(two.cuda())) for one, two in zip(gate_up, down, strict=True)])
+    found = loop(x.cuda(), Routing(*(part.cuda() for part in routing)), TorchOperations())
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_experts_without_tokens_are_not_read() -> None:

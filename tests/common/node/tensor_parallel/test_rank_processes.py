@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from support.engine.reference_models import draw_prompts, make_model
 from common.engine.executor import TorchExecutor
 from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
+from common.engine.tensor_parallel.group import RankGroup, open_group
 from common.errors import ConfigError, RankLostError
 from common.node.loading.model_loading import check_ranks
 from common.node.tensor_parallel.channel import LoadModel
@@ -124,6 +126,26 @@ def test_a_rank_that_cannot_load_the_model_refuses_the_start(
             executor_of(folder, ranks)
         [pid] = ranks.pids
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_group_finds_its_store_again_after_it_has_formed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NCCL at its first operation, and with every backend when it ends."""
+    stores: list[Any] = []
+
+    def noting(store: Any, *args: Any, **options: Any) -> RankGroup:
+        stores.append(store)
+        return open_group(store, *args, **options)
+
+    monkeypatch.setattr("common.engine.tensor_parallel.group.open_group", noting)
+    folder = make_model(tmp_path)
+    with RankProcesses(2) as ranks:
+        ranks.start(load_of(folder, 2))
+        executor = executor_of(folder, ranks)
+        [store] = stores
+        store.set_timeout(timedelta(seconds=2))
+        store.set("id", "late")
+        assert store.get("id") == b"late"
+        executor.close()
 
 
 def test_ranks_read_adapters_while_steps_go_on_and_name_the_one_that_cannot(tmp_path: Path) -> None:
