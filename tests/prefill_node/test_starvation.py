@@ -9,7 +9,7 @@ from common.sampling_params import SamplingParams
 
 WARM = tuple(range(5_000, 5_040))
 #: Policies that put the cold request of the test behind all others for as long as those keep coming.
-STARVING = ("lpm", "short-first", "edf", "lof")
+STARVING = ("lpm", "dfs-weight", "short-first", "edf", "lof")
 NUM_STEPS = 60
 
 
