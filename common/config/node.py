@@ -79,7 +79,7 @@ class NodeConfig(
         metavar="ADDRESS",
     )
     max_queued_requests: int | None = option(
-        None, "Requests that may wait at this node; further ones are refused. Without it: 1,024.", minimum=0
+        None, "Requests that may wait at this node; further ones are refused. Without it: 1,024.", minimum=1
     )
     node_timeout: float = option(
         5.0,

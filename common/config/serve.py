@@ -54,6 +54,8 @@ class ServeConfig(
         check_node_ports(self)
         check_http(self)
         check_local_prefill(self)
+        if self.max_queued_requests == 0:
+            raise ConfigError("--max-queued-requests 0 would make nodes refuse every request; give at least 1")
 
 
 def check_node_ports(config: Any) -> None:

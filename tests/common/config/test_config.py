@@ -211,6 +211,14 @@ def test_a_node_takes_the_options_of_both_roles_since_it_may_change_its_own(role
     assert (config.data_port, config.data_host) == (9, "127.0.0.2")
 
 
+def test_only_a_gateway_may_have_no_queue_since_a_node_starts_requests_from_its_own():
+    assert gateway("--max-queued-requests", "0").max_queued_requests == 0
+    with pytest.raises(ConfigError, match="--max-queued-requests must be at least 1, not 0"):
+        node("--max-queued-requests", "0")
+    with pytest.raises(ConfigError, match="--max-queued-requests 0 would make nodes refuse every request"):
+        ServeConfig(max_queued_requests=0)
+
+
 def test_switches_can_be_turned_off_again(monkeypatch):
     monkeypatch.setenv("BATON_DISABLE_RADIX_CACHE", "yes")
     assert node().disable_radix_cache
