@@ -238,7 +238,7 @@ class ChatFormatter(_OpenAIFormatter):
     def __init__(self, model: ServedModel, body: ChatCompletionRequest, request_id: str) -> None:
         super().__init__(model, body, request_id)
         self._shows_reasoning = body.include_reasoning is not False
-        self._key = request_id.removeprefix("chatcmpl-")
+        self._key = request_id.removeprefix("chatcmpl-")[:24]  # OpenAI's servers take ids of calls up to 40 characters
 
     def first(self, outputs: Sequence[OutputStream]) -> bytes:
         delta = {"role": "assistant", "content": ""}
