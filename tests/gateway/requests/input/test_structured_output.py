@@ -127,6 +127,7 @@ for _ in range(70):
         ),
         ("json_schema", {"items": {"not": {"type": "string"}}}, "field.items", 'Unimplemented keys: ["not"]'),
         ("json_schema", {"$ref": "#/$defs/x"}, "field", "does not exist"),
+        ("json_schema", {"minimum": "a" * 97 + "\u20ac"}, "field", "cannot be compiled"),  # at which the library panics
         ("json_schema", '{"type": ', "field", "is not valid JSON"),
         ("json_schema", r'{"$defs": {"a": "\ud800"}, "properties": {"\ud801": {}}}', "field", "is not valid JSON"),
         ("structural_tag", r'{"format": {"type": "regex", "pattern": "\ud800"}}', "field", "is not valid JSON"),
