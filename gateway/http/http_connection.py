@@ -71,6 +71,7 @@ class HttpConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf  # when it runs out
         self._times_out_at = math.inf
+        self._num_unsent = 0  # bytes of answers, when the time was set
         self._active: RequestCycle | None = None
         self._pipelined: deque[RequestCycle] = deque()  # they wait for the end of the answer before them
         self._is_discarding = False  # what this client sends is no HTTP
@@ -113,7 +114,7 @@ class HttpConnection(HttpToolsProtocol):
         self.close()
 
     def close(self) -> None:
-        """Closes the connection once the client has read everything, or after ``STALL_S``."""
+        """Closes the connection once the client has read everything, or has read nothing for ``STALL_S``."""
         if not self.transport.is_closing():  # a transport of TLS cannot be closed twice
             self.transport.close()
         if self.transport.get_write_buffer_size():
@@ -122,6 +123,7 @@ class HttpConnection(HttpToolsProtocol):
             self._times_out_at = math.inf
 
     def _time_out_after(self, seconds: float) -> None:
+        self._num_unsent = self.transport.get_write_buffer_size()
         self._times_out_at = self.loop.time() + seconds
         if self._times_out_at < self._timer_at:
             self._set_timer()
@@ -137,7 +139,10 @@ class HttpConnection(HttpToolsProtocol):
         if self.loop.time() < self._times_out_at < math.inf:
             self._set_timer()
         elif self._times_out_at < math.inf:
-            if self.transport.get_write_buffer_size():  # the client does not even read its last answer
+            num_unsent = self.transport.get_write_buffer_size()
+            if 0 < num_unsent < self._num_unsent:  # the client reads its last answer, but slowly
+                self._time_out_after(STALL_S)
+            elif num_unsent:
                 self.transport.abort()
             elif not self.transport.is_closing():
                 self.transport.close()

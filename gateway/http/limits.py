@@ -6,6 +6,7 @@ commas and brackets outside of strings, and the strings themselves, keys include
 """
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +24,17 @@ MAX_VALUES = 1 << 18
 MAX_DEPTH = 256
 
 
-async def check_weight(body: bytes, max_values: int) -> None:
+async def check_weight(body: bytes, max_values: int, counter: "ValueCounter | None" = None) -> None:
     """Counts a body's parts, values and levels, yielding to the event loop between pieces.
 
-    Raises RequestError: there are too many.
+    Args:
+        counter: has counted other texts that belong to the body.
+
+    Raises:
+        RequestError: there are too many.
     """
-    counter = ValueCounter()
+    counter = counter or ValueCounter()
+    counter.begin()
     start = 0
     while start < len(body):
         piece = body[start : start + PIECE_BYTES]
@@ -43,6 +49,16 @@ async def check_weight(body: bytes, max_values: int) -> None:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"the body is nested more than {MAX_DEPTH} levels deep")
         start += len(piece)
         await asyncio.sleep(0)
+
+
+async def check_weights(texts: Sequence[str], max_values: int) -> None:
+    """As ``check_weight`` for JSON texts within a body, whose weight counts each as one string. Their counts add up."""
+    num_parts = sum([text.count('"') // 2 + text.count("[") + text.count("{") for text in texts])
+    if num_parts <= MAX_PARTS and sum([text.count(",") for text in texts]) <= max_values:
+        return  # with those inside strings, so there are not more
+    counter = ValueCounter()
+    for text in texts:
+        await check_weight(text.encode(), max_values, counter)
 
 
 class ValueCounter:
@@ -62,6 +78,10 @@ class ValueCounter:
     @property
     def num_parts(self) -> int:
         return self._num_quotes // 2 + self._num_opened
+
+    def begin(self) -> None:
+        """The next piece begins a text."""
+        self._level, self._is_inside = 0, False
 
     def add(self, piece: bytes) -> None:
         """Counts the next piece, which must not end inside an escape. Counts after broken JSON do not matter: the

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import formatdate
 from functools import lru_cache
@@ -286,14 +287,18 @@ class RequestCycle:
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def _until_writable(self) -> None:
-        """Waits until the client reads. Aborts the connection, which cancels the task, if it does not."""
+        """Waits until the client has read enough. Aborts the connection, which cancels the task, if it reads none."""
         limit = self.scope["state"].get(RESPONSE_TIMEOUT)
-        delay = STALL_S if limit is None else self._began_at + limit - self._loop.time()
-        timer = self._loop.call_later(max(0.0, delay), self._transport.abort)
-        try:
+        is_read = True
+        while is_read and self._flow.write_paused:
+            num_unsent = self._transport.get_write_buffer_size()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._loop.time() + STALL_S if limit is None else self._began_at + limit):
+                    await self._flow.drain()
+            is_read = limit is None and self._transport.get_write_buffer_size() < num_unsent
+        if self._flow.write_paused:
+            self._transport.abort()
             await self._flow.drain()
-        finally:
-            timer.cancel()
 
     def _begin_answer(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         assert not self.status, "an application begins its answer once"

@@ -12,8 +12,8 @@ from common.wire.address import is_loopback
 
 #: Allows every host.
 ANY = "*"
-#: Values remembered as allowed, so that a request costs one look-up.
-MAX_KNOWN = 1024
+#: Values remembered as allowed, so that a request costs one look-up, and their length: a name and a port have 259.
+MAX_KNOWN, MAX_LENGTH = 1024, 259
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?")
 
 
@@ -36,7 +36,7 @@ class AllowedHosts:
         if value in self._known:
             return True
         is_allowed = self._is_allowed(value)
-        if is_allowed and len(self._known) < MAX_KNOWN:
+        if is_allowed and len(value) <= MAX_LENGTH and len(self._known) < MAX_KNOWN:
             self._known.add(value)
         return is_allowed
 

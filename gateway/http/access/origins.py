@@ -33,5 +33,6 @@ class AllowedOrigins:
             return  # a browser too old for Sec-Fetch-Site
         if "*" in self._origins or origin in self._origins:
             return
-        message = f"a web page of {(origin or 'another site')[:200]} has sent this; --allowed-origins can allow it"
+        sender = repr(origin[:200]) if origin else "another site"
+        message = f"a web page of {sender} has sent this; --allowed-origins can allow it"
         raise RequestError(ErrorCode.PERMISSION_DENIED, message)

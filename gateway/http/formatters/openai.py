@@ -139,10 +139,16 @@ class _OpenAIFormatter(ResponseFormatter):
     ) -> dict[str, Any]:
         choice["finish_reason"] = output.finish if is_last else None
         if is_last:
-            choice["stop_reason"] = output.matched
+            choice["stop_reason"] = _stop_reason(output)
         if self._with_ids:
             choice["token_ids"] = list(ids)
         return choice
+
+
+def _stop_reason(output: OutputStream) -> int | str | None:
+    """vLLM's field: the stop string or the token of ``stop_token_ids`` that ended the output; not the model's own."""
+    is_asked = isinstance(output.matched, str) or output.matched in output.request.sampling.stop_token_ids
+    return output.matched if is_asked else None
 
 
 @dataclass(slots=True)
@@ -238,7 +244,7 @@ class ChatFormatter(_OpenAIFormatter):
     def __init__(self, model: ServedModel, body: ChatCompletionRequest, request_id: str) -> None:
         super().__init__(model, body, request_id)
         self._shows_reasoning = body.include_reasoning is not False
-        self._key = request_id.removeprefix("chatcmpl-")
+        self._key = request_id.removeprefix("chatcmpl-")[:24]  # OpenAI's servers take ids of calls up to 40 characters
 
     def first(self, outputs: Sequence[OutputStream]) -> bytes:
         delta = {"role": "assistant", "content": ""}

@@ -124,7 +124,7 @@ class _Cleaner:
         if self._are_refused:
             raise refuse("has no effect here; leave it out (the gateway runs with --strict-fields)", where[:MAX_PATH])
         if len(self.ignored) < MAX_NAMED_EXTRAS:
-            self.ignored[_STRANGE.sub("_", re.sub(r"\[\d+\]", "", where[:MAX_PATH]))[:MAX_NAME]] = None
+            self.ignored[_STRANGE.sub("_", re.sub(r"\[\d+\]", "", where[:MAX_PATH])[:MAX_NAME])] = None
 
 
 def _refuse_unknown(name: str, value: object, where: str, known: Mapping[str, inspect.Type]) -> None:

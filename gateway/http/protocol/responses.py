@@ -158,5 +158,5 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     conversation: Refused = None
 
     def values_without_effect(self) -> list[str]:
-        values = [f"include.{value}" for value in self.include or [] if value != LOGPROBS]
+        values = [f"include.{value}" for value in dict.fromkeys(self.include or []) if value != LOGPROBS]
         return values + [f"tools.{tool.type[:100]}" for tool in self.tools or [] if tool.is_ignored]

@@ -16,7 +16,7 @@ import msgspec
 from common.config.lora import cache_root
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
-from gateway.http.limits import LIGHT_BYTES, MAX_VALUES, check_weight
+from gateway.http.limits import MAX_VALUES, check_weights
 from gateway.http.protocol.decoding import refuse
 from gateway.http.protocol.fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFields
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams, TokenizeRequest
@@ -265,9 +265,8 @@ class InputProcessor:
         if isinstance(body, ChatCompletionRequest) and isinstance(body.tool_choice, ToolChoiceField):
             narrow_tools(body, body.tool_choice)
         texts = argument_texts(body)
-        for text in texts:
-            if len(text) > LIGHT_BYTES:  # the weight of the body counts it as one string
-                await check_weight(text.encode(), MAX_VALUES)
+        if texts:
+            await check_weights(texts, MAX_VALUES)
         if num_parts(body) > MANY_PARTS or tools_size(body) + sum(map(len, texts)) > LARGE_TOOLS:
             return await self._tokenizer.on_thread(lambda: render_chat(template, body))
         return render_chat(template, body)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from llguidance import regex_to_lark
 
 from gateway.http.protocol.decoding import refuse
@@ -50,7 +51,7 @@ def _older_tag(item: Any, param: str) -> dict[str, Any]:
     schema = item.get("schema")
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
+            schema = msgspec.json.decode(schema)
         except ValueError as error:
             raise refuse(f"is not valid JSON: {error}", f"{param}.schema") from error
     content = {"type": "json_schema", "json_schema": {} if schema is None else schema}

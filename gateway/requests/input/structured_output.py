@@ -311,7 +311,12 @@ def _compiled(lark: str, param: str, *, has_location: bool = False) -> str:
 
 def _problem(lark: str) -> str:
     """Return llguidance's error; empty if the text compiles. Special tokens are checked by nodes."""
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(lark, None, limits=_LIMITS)
+    try:
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(lark, None, limits=_LIMITS)
+    except BaseException as error:  # a panic of the library, such as at a long text in an error, is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        return str(error)
     return messages[0] if is_error else ""
 
 
@@ -331,7 +336,7 @@ def _json_value(value: Any, param: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        parsed = json.loads(value)
+        parsed = msgspec.json.decode(value)  # as strict as bodies are: the library takes halves of characters
     except (ValueError, RecursionError) as error:
         raise refuse(f"is not valid JSON: {error}", param) from error
     check_depth(parsed, param)

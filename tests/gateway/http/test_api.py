@@ -346,6 +346,10 @@ async def test_the_end_token_is_not_shown(folder):
         assert answer["text"] == "ab"
         assert answer["output_ids"] == ids_of("abc")
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": ids_of("c")[0]}
+        for fields, reason in (({}, None), ({"stop_token_ids": ids_of("c")}, ids_of("c")[0])):
+            _, answer = await stack.post("/v1/completions", {"prompt": "x", **fields})
+            (choice,) = answer["choices"]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)  # as vLLM has it
 
 
 async def test_tokens_are_streamed_at_once_and_in_order(folder):

@@ -356,12 +356,16 @@ async def test_large_tools_are_rendered_on_a_thread_and_bounded(stack, monkeypat
         ('{"a": "%s"}' % ("x," * 200_000), 200),
         ("[%s1]" % ("1," * 300_000), 413),
         ("{}" * 70_000, 413),
+        (["[%s[]]" % ("[]," * 10_000)] * 6, 200),
+        (["[%s[]]" % ("[]," * 10_000)] * 7, 413),
+        (['"', *["[%s[]]" % ("[]," * 10_000)] * 7], 413),  # the first is cut off, and none of the others is inside it
+        (['["%s"]' % ("[{,'" * 10_000)] * 10, 200),
     ],
 )
 async def test_json_in_the_arguments_of_earlier_calls_is_bounded_as_the_body_is(stack, arguments, expected):
-    call = {"name": "f", "arguments": arguments}
-    messages = [*HI, {"role": "assistant", "tool_calls": [{"id": "c", "function": call}]}]
-    items = [{"type": "function_call", "call_id": "c", **call}]
+    calls = [{"name": "f", "arguments": text} for text in ([arguments] if isinstance(arguments, str) else arguments)]
+    messages = [*HI, {"role": "assistant", "tool_calls": [{"id": "c", "function": call} for call in calls]}]
+    items = [{"type": "function_call", "call_id": "c", **call} for call in calls]
     for path, body in (("/tokenize", {"messages": messages}), ("/v1/responses/input_tokens", {"input": items})):
         status, answer = await stack.post(path, body)
         assert status == expected

@@ -316,6 +316,35 @@ async def test_a_whole_answer_that_is_not_read_ends_with_the_connection(connecti
         await app.until(lambda: not server.connections)
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
+async def test_an_answer_that_is_read_slowly_is_sent_to_its_end(connection, num_parts, monkeypatch):
+    part, piece = b"x" * 24_000_000, 4_000_000
+    loop, later_s = asyncio.get_running_loop(), 0.0
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + later_s)
+
+    async def large(app, scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(num_parts):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serving(large) as (app, server), connected(server, limit=1 << 10) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nConnection: %b\r\n\r\n" % connection)
+        await app.until(lambda: server.connections and server.connections[0].transport.get_write_buffer_size())
+        (held,) = server.connections
+        for _ in range(num_parts * len(part) // piece - 1):
+            num_unsent = held.transport.get_write_buffer_size()
+            async with asyncio.timeout(60):
+                await reader.readexactly(piece)
+            await app.until(lambda: not num_unsent or held.transport.get_write_buffer_size() != num_unsent)  # noqa: B023
+            later_s += 40.0  # of the 60 in which it must have read something
+        await reader.readexactly(piece)
+        await app.until(lambda: app.ended)
+        assert app.ended == [("/", 200)]
+
+
 # ---- size -----------------------------------------------------------------------------------------------------------
 
 

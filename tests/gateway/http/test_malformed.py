@@ -109,6 +109,7 @@ def check(received):
         (POST + b"Content-Length: 9\r\n\r\nshort", 408),
         (POST + b"Content-Length: 99999999\r\n\r\n", 413),
         (POST + b"Content-Type: text/plain; charset=\xff\r\nContent-Length: 2\r\n\r\n{}", 415),
+        (POST + b"Origin: http://\xff\r\nContent-Length: 2\r\n\r\n{}", 403),
         (b"GET /v1/models/%ff%zz%00 HTTP/1.1\r\n" + HOST + b"\r\n", 404),
         (b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\n" + HOST + b"\r\n", 404),
         (b"GET /v1/workers/gateway/decisions?limit=%ff&%zz HTTP/1.1\r\n" + HOST + b"\r\n", 400),

@@ -48,8 +48,10 @@ def test_beyond_loopback_every_name_is_served_unless_some_are_given():
         assert not hosts.allows(value)
 
 
-def test_few_values_are_remembered():
+def test_few_and_short_values_are_remembered():
     hosts = AllowedHosts(("*",))
+    assert hosts.allows(b"h" * 60_000)
+    assert hosts._known == set()
     for number in range(MAX_KNOWN + 10):
         assert hosts.allows(b"h%d" % number)
     assert len(hosts._known) == MAX_KNOWN

@@ -127,7 +127,16 @@ for _ in range(70):
         ),
         ("json_schema", {"items": {"not": {"type": "string"}}}, "field.items", 'Unimplemented keys: ["not"]'),
         ("json_schema", {"$ref": "#/$defs/x"}, "field", "does not exist"),
+        ("json_schema", {"minimum": "a" * 97 + "\u20ac"}, "field", "cannot be compiled"),  # at which the library panics
         ("json_schema", '{"type": ', "field", "is not valid JSON"),
+        ("json_schema", r'{"$defs": {"a": "\ud800"}, "properties": {"\ud801": {}}}', "field", "is not valid JSON"),
+        ("structural_tag", r'{"format": {"type": "regex", "pattern": "\ud800"}}', "field", "is not valid JSON"),
+        (
+            "structural_tag",
+            {**OLDER, "structures": [{"begin": "<fn=", "schema": r'{"properties": {"\ud800": {}}}'}]},
+            "field.structures[0].schema",
+            "is not valid JSON",
+        ),
         ("json_schema", [1], "field", "must be a JSON schema"),
         ("json_schema", False, "field", "must be a JSON schema"),
         ("regex", "a(b", "field", "unclosed group"),
