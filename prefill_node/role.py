@@ -94,7 +94,7 @@ class PrefillRole:
         self._allocator = allocator
         self._vocab_size = vocab_size
         self._adapters = adapters
-        self._resumed: dict[RequestKey, None] = {}  # a decode node has asked for them; the gateway hears nothing
+        self._resumed: dict[RequestKey, str] = {}  # with the decode node that asked; the gateway hears nothing
         self._alone: dict[RequestKey, None] = {}  # without a decode node: they end with their first token
         self._totals: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._planned_chunks = PlannedChunks()
@@ -123,6 +123,8 @@ class PrefillRole:
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:
         if isinstance(message, Connect):
+            if not (message.resumes or message.beside):
+                self._end_resumed(peer)
             self._sender.connect(peer, message)
         elif isinstance(message, Resume):
             self._resume(peer, message, now)
@@ -232,7 +234,7 @@ class PrefillRole:
             self._sender.reject(request.key, peer, error.message, error.code)
             return
         self._totals["resumes"] += 1
-        self._resumed[request.key] = None
+        self._resumed[request.key] = peer
         self._sender.open(request.key, peer)
 
     def _reprioritize(self, message: Reprioritize, now: float) -> None:
@@ -292,6 +294,14 @@ class PrefillRole:
             self._scheduler.release(key)
         else:
             self._sender.abort(key, reason, message, code)
+
+    def _end_resumed(self, peer: str) -> None:
+        """End what a decode node has asked for over an earlier connection: it computes these requests itself by now.
+
+        If that connection broke between ``Resume`` and ``Grant``, nothing else ends them.
+        """
+        for key in [key for key, decode in self._resumed.items() if decode == peer]:
+            self._end(key, "failed", "the decode node has connected again")
 
     def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
         if self._end(request.key, "failed", message, code) and request.key not in self._resumed:

@@ -1,7 +1,8 @@
 """A retracted request resumes from the cache, by local computation, or from a prefill node."""
 
 import pytest
-from support.cluster.local_cluster import LocalCluster, prompt_of, sampling
+from support.cluster.fake_engine import expected_output
+from support.cluster.local_cluster import LocalCluster, assert_all_pages_are_released, prompt_of, sampling
 from support.scheduling.single_nodes import PAGE
 from support.scheduling.single_nodes import DecodeNode as Node
 
@@ -9,6 +10,7 @@ from common.cache.page_allocator import Owner
 from common.config.scheduling import PriorityRules
 from common.config.shared import SMALL_MODEL
 from common.request import Request
+from common.wire.messages import RESUMED, Grant, Message, PrefillNodes
 from decode_node.request_state import State
 
 
@@ -93,3 +95,27 @@ def test_prompt_logprobs_are_whole_although_the_prompt_was_retracted_half_comput
     assert len(answer.prompt_logprobs) == 24
     assert answer.prompt_logprobs == undisturbed.prompt_logprobs
     cluster.close()
+
+
+def test_a_prefill_node_forgets_what_a_connection_that_broke_before_the_grant_had_asked_for() -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=8, conservativeness=0, resume_tokens=0)
+    prefill, decode = cluster.prefill[0], cluster.decode[0]
+    answers = [cluster.submit(rid, prompt_of(8, first), sampling(20)) for first, rid in enumerate("ab")]
+    hear, lost = prefill.role.on_peer, []
+
+    def on_peer(peer: str, message: Message, now: float) -> None:
+        if isinstance(message, Grant) and message.attempt >= RESUMED:
+            lost.append(message)
+        else:
+            hear(peer, message, now)
+
+    prefill.role.on_peer = on_peer
+    while not lost:
+        cluster.step()
+    decode.role.on_gateway(PrefillNodes((prefill.peer,)), cluster.clock.now())
+    decode.role.peer_lost(prefill.name, cluster.clock.now())  # which the prefill node does not notice
+    cluster.clock.advance(1.0)
+    cluster.run(300)
+    assert [answer.output for answer in answers] == [expected_output(prompt_of(8, first), 20) for first in range(2)]
+    cluster.settle()
+    assert_all_pages_are_released(cluster)

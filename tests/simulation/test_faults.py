@@ -39,6 +39,19 @@ def test_a_node_that_hangs_goes_on_where_it_stopped() -> None:
     assert_all_are_exact(service, 1)
 
 
+def test_a_node_that_hangs_while_its_pages_are_on_their_way_notices_their_arrival_when_it_wakes() -> None:
+    service = SimulatedService()
+    service.submit("a", prompt_of(8), 5)
+    node, network = service.cluster.of("prefill")[0], service.cluster.network
+    while not network.num_in_flight:
+        service.step()
+    service.cluster.hang(node, 1.0, node_timeout_s=TIMEOUT_S)
+    service.events.at(20.0, lambda: None)  # nothing else happens before
+    service.run()
+    assert service.ended["a"].last_at < 2.0
+    assert_all_are_exact(service, 1)
+
+
 def busy_service(role: str) -> tuple[SimulatedService, Node]:
     """A service with six requests, and one of its nodes."""
     service = SimulatedService(2, 2)

@@ -270,6 +270,8 @@ class Node:
         missed, self._missed = self._missed, []
         for what, arguments in missed:
             self._happens(what, *arguments)
+        if not missed:
+            self.turn()  # a write may have ended meanwhile
 
     def slow_down(self, factor: float) -> None:
         """Let steps take ``factor`` times as long from now on."""
