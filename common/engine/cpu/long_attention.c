@@ -25,85 +25,89 @@ typedef struct {
 
 static const char zeros[2 * MAX_DIM]; /* a token or a query that does not exist */
 
-/* sums [32, QUERIES], or zero unless `adds`, plus x [32, pairs] times by [pairs, QUERIES]; the rows of x are `stride` words
- * apart. */
-INLINE void multiply(const uint32_t *x, long stride, uint32_t (*by)[QUERIES], float (*sums)[QUERIES], long pairs,
-                     int adds) {
+/* sums [32, QUERIES], or zero unless `adds`, plus x [32, pairs] times by [pairs, QUERIES]. x consists of parts [32, 16], each
+ * of which begins `step` words after the one before. */
+INLINE void multiply(const uint32_t *x, long step, uint32_t (*by)[QUERIES], float (*sums)[QUERIES], long pairs, int adds) {
 #ifdef __AMX_BF16__
     if (baton_has_amx()) {
-        multiply_tiles((const char *)x, 4 * stride, 64 * stride, (const char *)by, 2, (char *)sums, pairs / 16, adds, 0,
+        multiply_tiles((const char *)x, 64, 1024, 4 * step, (const char *)by, 2, (char *)sums, pairs / 16, adds, 0,
                        (Ahead){0});
         return;
     }
 #endif
-    for (float(*end)[QUERIES] = sums + 32; sums < end; sums += ROWS, x += ROWS * stride) {
+    for (float(*end)[QUERIES] = sums + 32; sums < end; sums += ROWS, x += ROWS * LANES) {
         __m512 parts[ROWS][BLOCKS];
 #pragma GCC unroll 16
         for (int i = 0; i < 2 * ROWS; i++)
             parts[i / 2][i % 2] = adds ? _mm512_load_ps(sums[i / 2] + i % 2 * LANES) : _mm512_setzero_ps();
-        multiply_dots(x, stride, (const char *)by, 2, parts, pairs, ROWS, BF16, (Ahead){0});
+        for (long k = 0; k < pairs; k += LANES)
+            multiply_dots(x + k / LANES * step, LANES, (const char *)(by + k), 2, parts, LANES, ROWS, BF16, (Ahead){0});
 #pragma GCC unroll 16
         for (int i = 0; i < 2 * ROWS; i++) _mm512_store_ps(sums[i / 2] + i % 2 * LANES, parts[i / 2][i % 2]);
     }
 }
 
-/* Copy the KV of tokens begin .. length - 1: keys as [tokens, dim], values as [tokens / TOKENS, dim, TOKENS / 2] pairs
- * of tokens. Both are zero before and beyond, up to a multiple of 32 tokens. */
+/* Copy the KV of tokens begin .. length - 1 in the order in which it is read: keys as [tokens / 32, dim / 32, 32 tokens, 16]
+ * pairs of numbers, values as [tokens / 32, dim, 16] pairs of tokens. Both are zero before and beyond, up to a multiple of
+ * 32 tokens. */
 static void copy_row(const Paged *kv, long row, long head, long begin, long length, uint32_t *keys, uint32_t *values) {
     const long dim = kv->dim;
     for (long start = begin / (2 * LANES) * (2 * LANES); start < length; start += 2 * LANES) {
         const char *from[2 * LANES]; /* values of each token */
         for (long t = start; t < start + 2 * LANES; t++) {
-            const int is_outside = t < begin || t >= length;
-            const ptrdiff_t at = is_outside ? 0 : token_at(kv, row, head, t) * 2;
-            memcpy(keys + t * dim / 2, is_outside ? zeros : kv->layer.keys + at, (size_t)dim * 2);
-            from[t - start] = is_outside ? zeros : kv->layer.values + at;
+            const ptrdiff_t at = t < begin || t >= length ? -1 : token_at(kv, row, head, t) * 2;
+            const char *key = at < 0 ? zeros : kv->layer.keys + at;
+            from[t - start] = at < 0 ? zeros : kv->layer.values + at;
+            for (long i = 0; i < dim / 2; i += LANES)
+                memcpy(keys + start * dim / 2 + (2 * i + t - start) * LANES, key + 4 * i, 4 * LANES);
         }
         for (long i = 0; i < dim; i += LANES) {
             vu square[LANES]; /* a row for each pair of tokens */
             for (int t = 0; t < LANES; t++)
                 square[t] = (vu)load(from[2 * t], i, BF16) >> 16 | (vu)load(from[2 * t + 1], i, BF16);
             transpose(square);
-            uint32_t *to = values + start / TOKENS * TOKENS / 2 * dim + i * (TOKENS / 2) + start % TOKENS / 2;
-            for (int lane = 0; lane < LANES; lane++, to += TOKENS / 2) memcpy(to, square + lane, sizeof *square);
+            memcpy(values + start * dim / 2 + i * LANES, square, sizeof square);
         }
     }
 }
 
-/* The factor of scores; of capped ones, it has been applied before. */
-INLINE float scale_of(const Paged *kv) { return kv->layer.soft_cap != 0.0f ? 1.0f : kv->layer.scale; }
+/* 2 to the x, to about 3e-6, by a polynomial that was fitted to it; 0 where x is very small. */
+INLINE vf two_to_the(vf x) {
+    const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vf r = x - (vf)n;
+    const vf p = (9.5701013e-3f * r + 5.5917859e-2f) * r + 2.4024744e-1f;
+    return (vf)_mm512_scalef_ps((__m512)((p * r + 6.9312179e-1f) * r + 9.9999928e-1f), n);
+}
+
+/* The factor of scores in the exponent of 2; of capped ones, theirs has been applied before. */
+INLINE float scale_of(const Paged *kv) { return 1.44269504f * (kv->layer.soft_cap != 0.0f ? 1.0f : kv->layer.scale); }
 
 /* Turn the scores of 16 queries into weights. `own`: the number of each query among this block's tokens. */
 static void weigh(Flash *f, int half, const Paged *kv, long tokens, vi own, int is_masked) {
     const int at = 16 * half;
     const float scale = scale_of(kv), soft_cap = kv->layer.soft_cap;
     const int32_t window = kv->layer.window;
-    const long dim = kv->dim;
     vf best = f->best[half];
-    for (long t = 0; (is_masked || soft_cap != 0.0f) && t < tokens; t++) {
+    for (long t = 0; t < tokens; t++) {
         vf score = load((const char *)&f->scores[t][at], 0, F32);
         if (soft_cap != 0.0f) score = capped(score * kv->layer.scale, soft_cap);
-        if (is_masked) score = choose(is_seen(own - (int)t, window), score, splat(-1e30f));
-        store((char *)&f->scores[t][at], 0, score, F32);
+        if (is_masked) score = choose(is_seen(own - (int)t, window), score, splat(-2e30f)); /* far below the first best */
+        if (is_masked || soft_cap != 0.0f) store((char *)&f->scores[t][at], 0, score, F32);
+        best = larger(best, score);
     }
-    for (long t = 0; t < tokens; t++) best = larger(best, load((const char *)&f->scores[t][at], 0, F32));
-    const vf shrink = exponential((f->best[half] - best) * scale), base = best * scale;
+    const vf shrink = two_to_the((f->best[half] - best) * scale), base = best * scale;
     f->best[half] = best;
     vf total = f->total[half] * shrink;
     for (long t = 0; t < tokens; t += 2) {
-        vf first = exponential(load((const char *)&f->scores[t][at], 0, F32) * scale - base);
-        vf second = exponential(load((const char *)&f->scores[t + 1][at], 0, F32) * scale - base);
-        if (is_masked) { /* the least exponential is not 0 */
-            first = choose(is_seen(own - (int)t, window), first, splat(0));
-            second = choose(is_seen(own - (int)t - 1, window), second, splat(0));
-        }
+        const vf first = two_to_the(load((const char *)&f->scores[t][at], 0, F32) * scale - base);
+        const vf second = two_to_the(load((const char *)&f->scores[t + 1][at], 0, F32) * scale - base);
         total += first + second;
         vu low = (vu)first + 0x8000, high = (vu)second + 0x8000; /* rounded: weights are never NaN nor negative */
         vu pair = (low >> 16) | (high & 0xffff0000);
         memcpy(&f->weights[t / 2][at], &pair, sizeof pair);
     }
     f->total[half] = total;
-    for (long i = 0; i < dim; i++)
+    for (long i = 0; i < kv->dim; i++)
         store((char *)&f->sums[i][at], 0, load((const char *)&f->sums[i][at], 0, F32) * shrink, F32);
 }
 
@@ -119,10 +123,10 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
     for (int m = 0; m < QUERIES; m++) {
         queries[m] = m < num ? from + 2 * (m / group * q_stride + m % group * dim) : zeros;
         positions[m / 16][m % 16] = (int)(position + m / group);
-        f->best[m / 16][m % 16] = sinks ? sinks[m % group] / scale_of(kv) : -1e30f;
+        f->best[m / 16][m % 16] = sinks ? sinks[m % group] * 1.44269504f / scale_of(kv) : -1e30f;
         f->total[m / 16][m % 16] = sinks ? 1.0f : 0.0f;
     }
-    memset(f->sums, 0, sizeof f->sums);
+    memset(f->sums, 0, (size_t)dim * sizeof *f->sums);
     for (long i = 0; i < dim / 2; i += LANES)
         for (int half = 0; half < QUERIES; half += LANES) {
             vu square[LANES]; /* a row for each query, then for each of the pairs i .. i + 15 */
@@ -137,13 +141,11 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
         const long in_block = start % TOKENS, left = (length - start + 31) / 32 * 32;
         tokens = left < TOKENS - in_block ? left : TOKENS - in_block;
         for (long t = 0; t < tokens; t += 32)
-            multiply(keys + (start + t) * dim / 2, dim / 2, f->queries, f->scores + t, dim / 2, 0);
+            multiply(keys + (start + t) * dim / 2, 32 * LANES, f->queries, f->scores + t, dim / 2, 0);
         const int is_masked = start + tokens > position + 1 || start < first_seen(kv, length - 1);
-        for (int half = 0; half < 2; half++)
-            weigh(f, half, kv, tokens, positions[half] - (int)start, is_masked);
+        for (int half = 0; half < 2; half++) weigh(f, half, kv, tokens, positions[half] - (int)start, is_masked);
         for (long i = 0; i < dim; i += 32)
-            multiply(values + ((start - in_block) * dim + i * TOKENS + in_block) / 2, TOKENS / 2, f->weights, f->sums + i,
-                     tokens / 2, 1);
+            multiply(values + start * dim / 2 + i * LANES, dim * LANES, f->weights, f->sums + i, tokens / 2, 1);
     }
     for (long i = 0; i < dim; i += LANES)
         for (int half = 0; half < 2; half++) {

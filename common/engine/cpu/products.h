@@ -48,14 +48,14 @@ INLINE void restore_tiles(const TileConfig *before) {
 
 /* sums [32, blocks, 16], or zero unless `adds`, plus 32 rows of x times one or two blocks of by [steps, 16, blocks, 64
  * bytes]. Rows are `stride` bytes apart; those from the 17th on begin `next_tile` bytes later, which is 0 for 16 rows. A
- * step multiplies 64 bytes of each row. */
-INLINE void multiply_tiles(const char *x, ptrdiff_t stride, ptrdiff_t next_tile, const char *by, int blocks, char *sums,
-                           long steps, int adds, int is_int8, Ahead ahead) {
+ * step multiplies 64 bytes of each row, which begin `next_step` bytes after those of the step before. */
+INLINE void multiply_tiles(const char *x, ptrdiff_t stride, ptrdiff_t next_tile, ptrdiff_t next_step, const char *by,
+                           int blocks, char *sums, long steps, int adds, int is_int8, Ahead ahead) {
     const ptrdiff_t width = 64 * blocks;
     SETTLE(sums);
     EACH_TILE(NO_SUMS, sums, width);
     if (adds) EACH_TILE(_tile_loadd, sums, width);
-    for (const char *end = x + 64 * steps; x < end; x += 64, by += 16 * width) {
+    for (const char *end = x + next_step * steps; x < end; x += next_step, by += 16 * width) {
         fetch_ahead(&ahead);
         if (ahead.rows-- > 0) {
             __builtin_prefetch(ahead.row, 1, 3);
@@ -83,7 +83,7 @@ INLINE void multiply_part(const char *x, const char *weight, long row_bytes, con
     Ahead ahead = ahead_of(by, 1024 * part->blocks, row_bytes / 64, part->pass, part->passes, 0);
     ahead.rows = part->rows, ahead.row_bytes = to->width * item;
     ahead.row = to->out + part->row * ahead.row_bytes + part->block * LANES * item;
-    multiply_tiles(x + part->row * row_bytes, row_bytes, part->rows > 16 ? 16 * row_bytes : 0, by, part->blocks,
+    multiply_tiles(x + part->row * row_bytes, row_bytes, part->rows > 16 ? 16 * row_bytes : 0, 64, by, part->blocks,
                    (char *)sums, row_bytes / 64, 0, is_int8, ahead);
 }
 #else
