@@ -145,9 +145,9 @@ def test_an_impossible_gateway_is_refused_by_flag(words, sentence):
         (["--advertise-host", "10.0.0.1"], "--advertise-host 10.0.0.1 can be reached.*--insecure"),
         (
             ["--transport", "smoke"],
-            "--transport must be one of auto, shm, cuda-ipc, tcp, nixl, gloo, nccl, inprocess, not 'smoke'",
+            "--transport must be one of auto, shm, cuda-ipc, tcp, nixl, gloo, nccl, not 'smoke'",
         ),
-        (["--transport", "inprocess"], "--transport inprocess connects nodes of one process"),
+        (["--transport", "inprocess"], "--transport must be one of auto, .*, nccl, not 'inprocess'"),
         (["--data-interface", "10.0.0.1"], "--data-interface 10.0.0.1 can be reached.*--cluster-key"),
         (["--advertise-host", "10.0.0.1", "--keys", "k"], "--advertise-host 10.0.0.1 can be reached.*--cluster-key"),
         (["--revision", "main", "--model", "/"], "--revision is for hub models"),
