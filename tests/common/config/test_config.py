@@ -78,6 +78,11 @@ def test_one_file_serves_several_commands_by_their_tables(file):
         ("port = true", "port in .* must be a whole number, not True"),
         ("[gatway]\nport = 1", r"\[gatway\] in .* is not a command"),
         ("port = ", "is not valid TOML"),
+        (
+            "control-port = 1\ncontrol_port = 2",
+            "control-port and control_port in .* are the same option; leave one out",
+        ),
+        ("[gateway]\napi_key = 'a'\napi-key = 'b'", "api_key and api-key in .* are the same option; leave one out"),
     ],
 )
 def test_a_mistake_in_a_file_is_refused_by_key(file, content, sentence):
