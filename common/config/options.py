@@ -191,7 +191,7 @@ def _checked(found: Option, given: Any, source: str) -> Any:
     if given is None or (found.allows_none and given == "none"):
         return None
     value = _converted(found, given, source)
-    if found.is_secret and not value:
+    if value == "" and not found.choices:
         raise ConfigError(f"{source} is empty; give a value, or leave it out")
     if found.choices and value not in found.choices:
         raise ConfigError(f"{source} must be one of {', '.join(found.choices)}, not {value!r}")

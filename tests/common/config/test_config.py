@@ -386,10 +386,12 @@ def test_an_option_of_the_gateway_that_needs_another_one_is_refused_without_it(w
         gateway(*words)
 
 
-@pytest.mark.parametrize("make", [gateway, node])
-def test_an_empty_address_of_etcd_is_refused(make):
-    with pytest.raises(ConfigError, match=r"--etcd must be URLs such as .*, not ''"):
-        make("--etcd", "")
+@pytest.mark.parametrize(("command", "cls"), CLASSES.items())
+def test_an_empty_value_is_refused_in_the_same_words_for_every_option(command, cls):
+    for found in options_of(cls).values():
+        if found.kind is str and not found.choices:
+            with pytest.raises(ConfigError, match=f"^{found.flag} is empty; give a value, or leave it out$"):
+                parse(cls, [found.flag, ""], command=command)
 
 
 def test_a_port_below_zero_is_refused_by_serve_too():
