@@ -151,6 +151,8 @@ class DecodeRole:
                 self._forget(key)  # it ended before it had pages here; the gateway has heard of it
                 if message.reason == "failed":
                     self._count_failure(message.code)
+                elif message.reason == "aborted":
+                    self._count_failure(ErrorCode.ABORTED)
 
     def peer_lost(self, peer: str, now: float) -> None:
         self._drop_peer(peer, "the prefill node was lost", now)

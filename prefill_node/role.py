@@ -12,7 +12,7 @@ from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.errors import RECOVERABLE, ErrorCode, RequestError
 from common.node.gateways.outbox import Outbox
-from common.node.monitoring.request_stats import RequestStats
+from common.node.monitoring.request_stats import ABORT, ERROR, RequestStats
 from common.node.planned_chunks import PlannedChunks
 from common.node.request_messages import (
     check_adapter,
@@ -111,8 +111,12 @@ class PrefillRole:
             request = self._scheduler.requests.get(key)
             if request is not None:
                 self._report_stages(request, now)
-            if self._end(key, "aborted", "the gateway ended it") and message.reason == "continued":
-                self._totals["interrupted_requests"] += 1
+            is_alone = key in self._alone
+            if self._end(key, "aborted", "the gateway ended it"):
+                if message.reason == "continued":
+                    self._totals["interrupted_requests"] += 1
+                elif is_alone:
+                    self.stats.ended(ABORT)
         elif isinstance(message, Reprioritize):
             self._reprioritize(message, now)
         elif isinstance(message, Flush):
@@ -214,7 +218,7 @@ class PrefillRole:
         except RequestError as error:
             if message.decode is not None:
                 self._sender.reject(request.key, message.decode.incarnation, error.message, error.code)
-            self._answer_failure(request.key, error.code, error.message)
+            self._answer_failure(request.key, error.code, error.message, is_alone=message.decode is None)
             return
         if message.decode is None:
             self._alone[request.key] = None
@@ -304,9 +308,10 @@ class PrefillRole:
             self._end(key, "failed", "the decode node has connected again")
 
     def _fail(self, request: Request, code: ErrorCode, message: str, now: float) -> None:
+        is_alone = request.key in self._alone
         if self._end(request.key, "failed", message, code) and request.key not in self._resumed:
             self._report_stages(request, now)
-            self._answer_failure(request.key, code, message)
+            self._answer_failure(request.key, code, message, is_alone=is_alone)
 
     def _report_stages(self, request: Request, now: float) -> None:
         """Tell the gateway where a request that ends before its first token has spent its time."""
@@ -317,8 +322,10 @@ class PrefillRole:
         spans = request.stages.take_prefill(request.received_at, now)
         self.outbox.gateway.append(Spans(*request.key, tuple(spans)))
 
-    def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str) -> None:
+    def _answer_failure(self, key: RequestKey, code: ErrorCode, message: str, *, is_alone: bool = False) -> None:
         self._totals["interrupted_requests" if code in RECOVERABLE else "failed_requests"] += 1
+        if is_alone and code not in RECOVERABLE:
+            self.stats.ended(ERROR)
         self.outbox.gateway.append(Failed(*key, code, message[:MAX_TEXT]))
 
     # ---- state ------------------------------------------------------------------------------------------------------

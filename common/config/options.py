@@ -159,7 +159,7 @@ def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any
     """Return the options of one command from a TOML file: the command's table over the keys outside tables.
 
     Raises:
-        ConfigError: the file cannot be read, is not TOML, or has a table that is not a command.
+        ConfigError: the file cannot be read, is not TOML, has a table that is not a command, or sets an option twice.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -172,14 +172,26 @@ def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any
     for name in tables:
         if name not in commands:
             raise ConfigError(f"[{name}] in {path} is not a command; use one of {', '.join(commands)}")
-    return {key: value for key, value in content.items() if key not in tables} | tables.get(command, {})
+    own = tables.get(command, {})
+    for keys in (content, own):
+        _check_spellings(keys, path)
+    return {key: value for key, value in content.items() if key not in tables} | own
+
+
+def _check_spellings(keys: Iterable[str], path: str) -> None:
+    """Raises ConfigError: two keys of one table name the same option."""
+    spellings: dict[str, str] = {}
+    for key in keys:
+        other = spellings.setdefault(key.replace("-", "_"), key)
+        if other != key:
+            raise ConfigError(f"{other} and {key} in {path} are the same option; leave one out")
 
 
 def _checked(found: Option, given: Any, source: str) -> Any:
     if given is None or (found.allows_none and given == "none"):
         return None
     value = _converted(found, given, source)
-    if found.is_secret and not value:
+    if value == "" and not found.choices:
         raise ConfigError(f"{source} is empty; give a value, or leave it out")
     if found.choices and value not in found.choices:
         raise ConfigError(f"{source} must be one of {', '.join(found.choices)}, not {value!r}")

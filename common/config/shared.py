@@ -46,9 +46,6 @@ MAX_WEIGHT_VERSION = 128
 #: What makes an address of the control plane safe; see ``common.wire.address.check_reach``.
 NEEDS_KEYS = "give it keys of baton keygen with --keys, or "
 
-#: Why nodes refuse ``--transport inprocess``.
-IN_PROCESS = "connects nodes of one process, in tests and in the simulator; give another transport"
-
 #: The back-end of NIXL whose fences are known; see ``kv_transfer.transports.nixl.agent``.
 UCX = "UCX"
 
@@ -178,12 +175,12 @@ class EngineOptions:
         maximum=4096,
     )
     disable_cuda_graph: bool = option(False, "Capture no CUDA graphs: run every step of a node on CUDA eagerly.")
-    transport: Literal["auto", "shm", "cuda-ipc", "tcp", "nixl", "gloo", "nccl", "inprocess"] = option(
+    transport: Literal["auto", "shm", "cuda-ipc", "tcp", "nixl", "gloo", "nccl"] = option(
         "auto",
         "Transport of KV pages: shm (shared memory, on one machine), cuda-ipc (between GPUs of one machine), tcp, nixl "
         "(UCX; needs the extra nixl), gloo or nccl (torch.distributed; nccl between CUDA devices). auto tries cuda-ipc "
         "(only on CUDA), shm, nixl (only with a --data-interface that other machines can reach) and tcp for each pair "
-        "of nodes, and uses the first that works. inprocess is for tests and the simulator only.",
+        "of nodes, and uses the first that works.",
     )
     record: str | None = option(
         None,
@@ -266,8 +263,6 @@ def check_node_http(config: Any) -> None:
 def check_engine(config: Any) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, not {config.device!r}")
-    if config.transport == "inprocess":
-        raise ConfigError(f"--transport inprocess {IN_PROCESS}")
     if config.gpu_direct and (config.transport not in ("nixl", "auto") or config.device == "cpu"):
         raise ConfigError(
             "--gpu-direct needs --transport nixl or auto, and CUDA: give --transport nixl, and leave out --device cpu"

@@ -461,7 +461,8 @@ class EventLoop:
             elif not isinstance(envelope.message, Ping):
                 self._role.on_peer(envelope.sender, envelope.message, now)
         for peer in self._listen.lost_peers(self._role.peers()):
-            log.log(self._loss_level, "decode node %s is gone", self._name_of(peer))
+            # No warning: the gateway knows whether a node has left or was lost, and warns of a loss.
+            log.info("decode node %s is gone", self._name_of(peer))
             self._role.peer_lost(peer, now)
 
     def _name_of(self, peer: str) -> str:
@@ -472,8 +473,7 @@ class EventLoop:
         for incarnation, message in self._sources.receive():
             self._role.on_peer(incarnation, message, now)
         for incarnation in self._sources.lost():
-            name = self._name_of(incarnation)
-            log.log(self._loss_level, "node %s, which sent pages to this node, is gone", name)
+            log.info("node %s, which sent pages to this node, is gone", self._name_of(incarnation))
             self._role.peer_lost(incarnation, now)
 
     # ---- sending ----------------------------------------------------------------------------------------------------

@@ -560,7 +560,7 @@ class Dispatcher:
         if flight is None:
             self._channel.send(Abort(message.rid, message.attempt), sender)
             return
-        if wrong := wrong_output(message, flight.vocab_size):
+        if wrong := wrong_output(message, flight):
             self._recover_from_wrong_output(flight, sender, wrong)
             return
         if flight.is_prefill_counted and message.index == flight.num_continued and flight.pair is not None:

@@ -92,6 +92,7 @@ class OutputStream(msgspec.Struct, eq=False):
         text_spans: with log-probabilities, for each text piece that tokens have made: its index among the pieces, the
             index of the first of these tokens, and the index behind the last.
         prompt_logprobs: of the prompt, from ``sampling.prompt_logprobs_from`` on; set with the first token.
+        prompt_node: name of the node that computed the prompt for the first token.
         finish: "stop" or "length" after a normal end.
         is_ended_by_node: a node has sampled the last token, and counts the output as finished. Otherwise the output
             has failed, or ends with a stop string, which only the gateway finds.
@@ -120,6 +121,7 @@ class OutputStream(msgspec.Struct, eq=False):
     num_reasoning_tokens: int = 0
     text_spans: list[tuple[int, int, int]] = field(default_factory=list)
     prompt_logprobs: tuple[PackedLogprobs, ...] = ()
+    prompt_node: str = ""
     finish: str = ""
     is_ended_by_node: bool = False
     matched: int | str | None = None
@@ -228,6 +230,7 @@ class OutputStream(msgspec.Struct, eq=False):
             self.first_at = now
             self.cached_tokens = message.cached_tokens
             self.prompt_logprobs = message.prompt_logprobs
+            self.prompt_node = self.prefill or self.decode
         elif self.on_gap is not None and len(message.tokens) > num_known:
             count = len(message.tokens) - num_known
             self.on_gap((now - self.last_at) / count, count)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from common.config.node import NodeConfig
-from common.config.shared import IN_PROCESS, UCX
+from common.config.shared import UCX
 from common.errors import ConfigError
 from common.wire.address import is_loopback
 from kv_transfer.page_store import PageStore
@@ -111,8 +111,6 @@ def _nixl_options(settings: TransportSettings) -> dict[str, Any]:
 
 
 def _available(store: PageStore, settings: TransportSettings, make: Callable[[str], T]) -> list[T]:
-    if settings.name == "inprocess":
-        raise ConfigError(f"--transport inprocess {IN_PROCESS}")
     if settings.name != "auto":
         return [make(settings.name)]
     if settings.gpu_direct and is_loopback(settings.host):

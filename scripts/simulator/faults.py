@@ -69,24 +69,17 @@ class FaultInjector:
             fault_every=options.fault_every_s,
             seed=options.seed,
         )
-        self._is_stopped = False
         self._is_hit: set[str] = set()  # the nodes that a fault hits now, by incarnation
         self.injected: Counter[str] = Counter()
         self._next()
 
-    def stop(self) -> None:
-        """Inject no more faults."""
-        self._is_stopped = True
-
     def _next(self) -> None:
-        planned = None if self._is_stopped else next(self._schedule, None)
+        planned = next(self._schedule, None)
         if planned is not None:
             events = self._cluster.events
             events.background_after(max(planned.at_s - events.now(), 0.0), self._strike, planned)
 
     def _strike(self, planned: PlannedFault) -> None:
-        if self._is_stopped:
-            return
         if not planned.kind.roles:
             self._vanish(planned)
         elif target := choose_target(planned, [self._state(node) for role in ROLES for node in self._cluster.of(role)]):

@@ -86,11 +86,6 @@ class Simulation:
         """Make ``run`` return soon, with partial results."""
         self.is_stopped = True
 
-    def stop_faults(self) -> None:
-        """Inject no more faults; those under way end as planned."""
-        if self._faults is not None:
-            self._faults.stop()
-
     def run(self, on_look: Callable[["Simulation"], None] = lambda simulation: None) -> Figures:
         """Run to the end, or until ``stop``; returns the results."""
         began_at = time.monotonic()

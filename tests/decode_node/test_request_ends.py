@@ -127,6 +127,15 @@ def test_a_prefill_node_refuses_what_only_a_decode_node_could_generate(cluster: 
     assert not list(node.role.requests())
 
 
+def test_a_request_without_a_decode_node_is_counted_on_its_prefill_node(cluster: LocalCluster) -> None:
+    node, now = cluster.prefill[0].role, cluster.clock.now()
+    for rid in ("aborted", "late"):
+        node.on_gateway(Generate(rid, 0, PROMPT, sampling(1), prefill=None, decode=None, timeout_s=9.0), now)
+    node.on_gateway(Abort("aborted", 0), now)
+    node.tick(now + 100.0)
+    assert node.stats.ends == {"stop": 0, "length": 0, "abort": 1, "error": 1}
+
+
 def test_a_request_that_its_client_aborts_is_an_abort_whichever_node_hears_of_it_first(cluster: LocalCluster) -> None:
     cluster.submit("r", PROMPT, sampling(20))
     cluster.tell(cluster.prefill[0], Abort("r", 0))
@@ -134,6 +143,20 @@ def test_a_request_that_its_client_aborts_is_an_abort_whichever_node_hears_of_it
     cluster.abort("r")
     cluster.settle()
     assert counts(cluster) == {"abort": 1}
+
+
+def test_an_abort_of_a_request_that_waits_for_pages_is_counted_whichever_node_hears_of_it_first() -> None:
+    cluster = LocalCluster(page_size=4, decode_pages=16)
+    cluster.submit("first", PROMPT, sampling(20))
+    cluster.step()
+    cluster.submit("r", prompt_of(38), sampling(20))
+    assert [request.rid for request in role(cluster)._scheduler.waiting_for(cluster.prefill[0].name)] == ["r"]
+    cluster.tell(cluster.prefill[0], Abort("r", 0))
+    cluster.settle(2)
+    cluster.abort("r")
+    cluster.settle(2)
+    assert counts(cluster) == {"abort": 1}
+    cluster.close()
 
 
 @pytest.mark.parametrize("num_before", [1, 2, 5])

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from common.config.shared import SMALL_MODEL
 from common.errors import ConfigError
 from scripts.benchmarks.harness.mock_server import load, mock_server
+from scripts.load_tester.client import client_pool
 from scripts.load_tester.command import load_command
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.run import run_load
@@ -193,11 +196,21 @@ def test_a_server_that_drops_connections_makes_failures_not_a_hang(tmp_path: Pat
     assert report.latency["ttft"]["count"] == 0
 
 
-def test_only_a_request_on_a_closed_kept_alive_connection_is_retried(tmp_path: Path) -> None:
+def test_only_a_request_on_a_closed_kept_alive_connection_is_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the client learns that the connection is closed."""
+    real, client = subprocess.Popen, "scripts.load_tester.client"
+    patient = f"from {client} import client_process, connection; connection.CLOSED_IDLE_S = 600; client_process.main()"
+
+    def start(_: object, **options: Any) -> "subprocess.Popen[bytes]":
+        return real([sys.executable, "-c", patient], **options)
+
     with mock_server(tmp_path, "--slam", "1") as server:
         slammed = load(server, rate="100", num_requests=5)
     assert slammed.errors["kinds"] == {"dropped": 5} and len(server.truth) == 5
     with mock_server(tmp_path, "--slam", "2") as server:
+        monkeypatch.setattr(client_pool.subprocess, "Popen", start)
         report = load(server, concurrency=1, num_requests=5, output_len="2")
     assert report.errors["count"] == 0
     assert [record.is_retry for record in report.records] == [False, True, True, True, True]

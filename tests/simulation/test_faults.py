@@ -141,7 +141,8 @@ def test_a_hundred_nodes_lose_nothing_under_all_faults() -> None:
 def assert_idle(simulated: Simulation) -> None:
     """Let the last messages arrive, and assert that no node holds anything."""
     cluster = simulated.cluster
-    simulated.stop_faults()
+    assert simulated._faults is not None
+    simulated._faults._schedule = iter(())
     until = cluster.events.now() + 120.0
     cluster.events.at(until, lambda: None)
     while cluster.events.now() < until:

@@ -46,17 +46,24 @@ def test_a_machine_without_a_gpu_is_told_apart_from_a_failure_by_the_python_that
     assert run("wheels", "--help", python="./my python", folder=tmp_path).returncode == 0
 
 
-def test_without_another_python_that_of_the_checkout_is_used(tmp_path: Path) -> None:
+def test_the_python_is_that_of_the_variable_or_else_of_an_active_environment_or_the_checkout(tmp_path: Path) -> None:
     script = tmp_path / "scripts/gpu_check"
     script.parent.mkdir()
     script.write_text(SCRIPT.read_text())
     (tmp_path / "tests/common/engine").mkdir(parents=True)
-    for name in (".venv/bin/python", ".venv/bin/pytest", "other"):
+    active = {"VIRTUAL_ENV": str(tmp_path / "active"), "CONDA_PREFIX": str(tmp_path / "conda")}
+    for name in (".venv/bin/python", ".venv/bin/pytest", "active/bin/python", "conda/bin/python", "other"):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"#!/bin/sh\necho {name} >&2\nexit 1\n")
         file.chmod(0o755)
-    for more, python in (({}, ".venv/bin/python"), ({"PYTHON": str(tmp_path / "other")}, "other")):
+    cases: list[tuple[dict[str, str], str]] = [
+        ({}, ".venv/bin/python"),
+        ({"CONDA_PREFIX": active["CONDA_PREFIX"]}, "conda/bin/python"),
+        (active, "active/bin/python"),
+        ({**active, "PYTHON": str(tmp_path / "other")}, "other"),
+    ]
+    for more, python in cases:
         environ = {"PATH": os.environ["PATH"], **more}
         ended = subprocess.run(["bash", script, "tests"], capture_output=True, text=True, timeout=100, env=environ)
         assert ended.stdout == f"gpu_check: no usable GPU: {python}\n"

@@ -2,7 +2,8 @@
 
 Every event is counted on one node only, so that sums over all nodes are right: a first token where the prompt was
 computed, a gap where the later of its two tokens was sampled, a stop where the last token was sampled. A request that
-ends without a last token, by an abort or an error, is counted on its decode node.
+ends without a last token, by an abort or an error, is counted on its decode node, or on the prefill node if it has no
+other.
 
 Bounds include those of vLLM's histograms of the same quantities, so that charts made for vLLM fit. Below a hundredth of
 a second there are more.
@@ -33,7 +34,7 @@ NUM_TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (
 STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 STEP_ROWS = tuple(float(2**power) for power in range(11))
 
-#: Why a request has ended on its decode node without a last token.
+#: Why a request has ended without a last token.
 ABORT, ERROR = "abort", "error"
 
 

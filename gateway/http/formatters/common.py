@@ -1,8 +1,10 @@
 """Formats what all answers share: server-sent events, OpenAI's errors, log-probabilities."""
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
 from typing import Any
 
@@ -11,6 +13,8 @@ import msgspec
 from common.errors import ErrorCode, RequestError
 from common.wire.packed_logprobs import PackedLogprobs, unpack_logprobs
 from gateway.requests.output_processor import Delta, OutputStream
+
+log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this value
@@ -59,6 +63,20 @@ def prompt_logprob_entries(output: OutputStream) -> list[tuple[int, PackedLogpro
     if first is None:
         return []
     return list(zip(output.request.prompt[first:], chain([None], output.prompt_logprobs, repeat(None)), strict=False))
+
+
+@contextmanager
+def prompt_logprobs_of(output: OutputStream) -> Iterator[None]:
+    """For code that unpacks the log-probabilities of a prompt, the only ones that are not checked as they come.
+
+    Raises RequestError: they are damaged; it names the node that sent them.
+    """
+    try:
+        yield
+    except (msgspec.DecodeError, OverflowError) as error:  # a token id that the tokenizer cannot take overflows
+        message = f"node {output.prompt_node} sent log-probabilities of the prompt that cannot be read"
+        log.error("%s", message)
+        raise RequestError(ErrorCode.NODE_LOST, message) from error
 
 
 def finite(logprob: float) -> float:

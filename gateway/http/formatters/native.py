@@ -15,6 +15,7 @@ from gateway.http.formatters.common import (
     finite,
     json_list,
     prompt_logprob_entries,
+    prompt_logprobs_of,
     sse_event,
     token_text,
 )
@@ -94,7 +95,10 @@ class NativeFormatter(ResponseFormatter):
         if not self._with_logprobs:
             return {}
         fields = self._fields("output", list(zip(ids, logprobs, strict=False)))
-        return fields | self._fields("input", prompt_logprob_entries(output)) if first == 0 else fields
+        if first == 0:
+            with prompt_logprobs_of(output):
+                fields |= self._fields("input", prompt_logprob_entries(output))
+        return fields
 
     def _fields(self, prefix: str, logprobs: Sequence[tuple[int, PackedLogprobs | None]]) -> dict[str, Any]:
         """The fields with the log-probabilities of these tokens and of the alternatives to them."""

@@ -16,6 +16,7 @@ from gateway.http.formatters.common import (
     finite,
     json_list,
     prompt_logprob_entries,
+    prompt_logprobs_of,
     sse_event,
     token_logprobs,
     token_text,
@@ -203,10 +204,11 @@ class CompletionFormatter(_OpenAIFormatter):
         packed += zip(delta.ids, delta.logprobs, strict=False)
         values: list[float | None] = []
         tops: list[msgspec.Raw | None] = []
-        for token, one in packed:
-            entry = None if one is None else unpack_logprobs(one)
-            values.append(None if entry is None else finite(entry.token))
-            tops.append(None if entry is None else as_json(self._tops(token, entry)))
+        with prompt_logprobs_of(output):
+            for token, one in packed:
+                entry = None if one is None else unpack_logprobs(one)
+                values.append(None if entry is None else finite(entry.token))
+                tops.append(None if entry is None else as_json(self._tops(token, entry)))
         return {
             "text_offset": offsets,
             "token_logprobs": values,

@@ -14,6 +14,7 @@ from gateway.http.openapi.operations import described
 from gateway.http.protocol.decoding import decode, decode_with_extras, refuse
 from gateway.http.protocol.native import DetokenizeRequest, TokenizeRequest
 from gateway.http.services import Services
+from gateway.requests.input.prompts import check_vocabulary
 from gateway.workers.served_models import ServedModel
 
 #: Token ids that are encoded at once; more are encoded on the tokenizer's thread.
@@ -47,8 +48,12 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         is_batch = bool(tokens) and isinstance(tokens[0], list)
         if len(set(map(type, tokens))) > 1:
             raise refuse("token ids and lists of token ids cannot be mixed", "tokens")
-        skip = body.skip_special_tokens
-        texts = await services.tokenizer.detokenize(model.tokenizer, tokens if is_batch else [tokens], skip)
+        limits = model.pool.registry.accepted
+        vocab_size = model.tokenizer.vocab_size if limits is None else limits.vocab_size
+        lists = tokens if is_batch else [tokens]
+        for ids in lists:
+            check_vocabulary(ids, vocab_size, "tokens")
+        texts = await services.tokenizer.detokenize(model.tokenizer, lists, body.skip_special_tokens)
         answer = texts if is_batch else texts[0]
         return JsonResponse(Detokenized(text=answer, prompt=answer))
 

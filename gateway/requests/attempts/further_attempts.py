@@ -126,14 +126,20 @@ def end_by_failure(flight: InFlightRequest, sender: str, message: Failed, now: f
     )
 
 
-def wrong_output(message: Tokens, vocab_size: int) -> str:
+def wrong_output(message: Tokens, flight: InFlightRequest) -> str:
     """What a message has that no working node sends; empty if nothing is wrong.
 
-    The log-probabilities of a prompt are not looked at: there may be a hundred thousand of them.
+    The log-probabilities of a prompt are only counted: there may be a hundred thousand of them.
     """
-    tokens, logprobs = message.tokens, message.logprobs
+    tokens, logprobs, vocab_size = message.tokens, message.logprobs, flight.vocab_size
+    request = flight.stream.request
     if not are_in_vocabulary(tokens, vocab_size):
         return f"a token id outside of the vocabulary of {vocab_size}"
+    if message.index + len(tokens) > request.sampling.max_new_tokens:
+        return f"more tokens than the {request.sampling.max_new_tokens} that the output may have"
+    first = None if message.index else request.sampling.prompt_logprobs_from
+    if len(message.prompt_logprobs) != (0 if first is None else len(request.prompt) - first):
+        return "log-probabilities of another prompt"
     if not logprobs:
         return ""
     try:

@@ -6,7 +6,7 @@ A failed check of a value raises a ``RequestError`` that names the field.
 import asyncio
 import functools
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -36,6 +36,7 @@ from gateway.requests.input.prompts import (
     beyond_context,
     broadcast,
     check_num_outputs,
+    check_vocabulary,
     is_list_of_prompts,
     request_ids,
     split_prompts,
@@ -302,7 +303,7 @@ class InputProcessor:
                     tokenizer, prompt, add_special_tokens=add_special_tokens, param=param
                 )
             else:
-                _check_vocabulary(prompt, limits, param)
+                check_vocabulary(prompt, limits.vocab_size, param)
             if truncation is not None:
                 prompt = truncation.of_ids(prompt, limits)
             check_length(prompt, limits, param)
@@ -440,16 +441,6 @@ def check_length(prompt: Sequence[int], limits: ServingLimits, param: str) -> No
         raise refuse(f"{message}; shorten it, or raise --max-total-tokens of the node", param, ErrorCode.POOL_TOO_SMALL)
 
 
-def _check_vocabulary(ids: Collection[int], limits: ServingLimits, param: str) -> None:
-    """Refuses ids that the model does not have. It has all ids of the tokenizer (``gateway.workers.registry``)."""
-    if not ids:
-        raise refuse("must not be empty", param)
-    smallest, largest = min(ids), max(ids)
-    if smallest < 0 or largest >= limits.vocab_size:
-        wrong = smallest if smallest < 0 else largest
-        raise refuse(f"token id {wrong} is not in the vocabulary, which has {limits.vocab_size} ids", param)
-
-
 def max_output_tokens(given: int | None, num_prompt: int, limits: ServingLimits, default: int, param: str) -> int:
     """The most output tokens. A default is cut to what fits; a client's value that does not fit is refused."""
     if given is None:
@@ -523,7 +514,7 @@ def _sampling_params(
 def _check_token_ids(body: SamplingFields, limits: ServingLimits, prefix: str) -> None:
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         if given := getattr(body, name):
-            _check_vocabulary(given, limits, prefix + name)
+            check_vocabulary(given, limits.vocab_size, prefix + name)
 
 
 def _stop_strings(given: str | list[str] | None, param: str) -> tuple[str, ...]:

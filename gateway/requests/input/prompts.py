@@ -1,6 +1,6 @@
 """Takes the prompts of a body apart, cuts them, and says why they do not fit. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,14 @@ def check_num_outputs(num_prompts: int, num_samples: int, most: int, param: str)
     count = num_prompts * num_samples
     if count > most:
         raise refuse(f"{count} outputs in one request, at most {most} can be in flight; split the request", param)
+
+
+def check_vocabulary(ids: Collection[int], vocab_size: int, param: str) -> None:
+    """Refuses ids that the model does not have. It has all ids of the tokenizer (``gateway.workers.registry``)."""
+    smallest, largest = min(ids, default=0), max(ids, default=0)
+    if smallest < 0 or largest >= vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise refuse(f"token id {wrong} is not in the vocabulary, which has {vocab_size} ids", param)
 
 
 def too_long(count: str, context_length: int, param: str) -> RequestError:

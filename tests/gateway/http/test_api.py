@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 import pytest
-from support.gateway.fake_nodes import EOS, MODEL, events, make_tokenizer, running, silent
+from support.gateway.fake_nodes import EOS, MODEL, PADDED_VOCAB, events, make_tokenizer, running, silent
 
 from gateway.text.tokenizer import Tokenizer
 
@@ -411,8 +411,12 @@ async def test_detokenize_reverses_tokenize(stack):
     assert text["text"] == "Größe 🙂"
     _, answer = await stack.post("/tokenize", {"prompt": ["a", "bc"]})
     assert (answer["tokens"], answer["count"]) == ([ids_of("a"), ids_of("bc")], [1, 2])
-    _, text = await stack.post("/detokenize", {"tokens": [ids_of("a"), [500]]})
+    _, text = await stack.post("/detokenize", {"tokens": [ids_of("a"), [PADDED_VOCAB - 1]]})
     assert text["text"] == ["a", ""]
+    for tokens in ([1, PADDED_VOCAB], [[1], [], [PADDED_VOCAB, 1]]):
+        status, answer = await stack.post("/detokenize", {"tokens": tokens})
+        sentence = f"tokens: token id {PADDED_VOCAB} is not in the vocabulary, which has {PADDED_VOCAB} ids"
+        assert (status, answer["error"]["message"]) == (400, sentence)
     _, answer = await stack.post("/tokenize", {"messages": [{"role": "user", "content": "a"}]})
     assert TEXT.decode(answer["tokens"], skip_special=False).endswith("<|im_start|>assistant\n")
 

@@ -6,7 +6,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gateway.fake_nodes import EOS, make_model_folder, make_tokenizer, running
+from support.gateway.fake_nodes import EOS, make_model_folder, make_tokenizer, prompt_logprobs_of, running
 from tokenizers import normalizers
 
 from common.sampling_params import SamplingParams, TokenLogprobs
@@ -242,14 +242,16 @@ def with_tops(stack, text, tops):
     def logprobs(i):
         return (TokenLogprobs(-0.5, tops(ids[i])),)
 
-    prefill.on_generate = lambda node, generate: node.tokens(generate.rid, 0, ids[:1], logprobs=logprobs(0))
+    def first(node, generate):
+        known = {"logprobs": logprobs(0), "prompt_logprobs": prompt_logprobs_of(generate)}
+        node.tokens(generate.rid, 0, ids[:1], **known)
 
     def rest(node, generate):
         for i in range(1, len(ids)):
             finish = "length" if i == len(ids) - 1 else ""
             node.tokens(generate.rid, i, ids[i : i + 1], logprobs=logprobs(i), finish=finish)
 
-    decode.on_generate = rest
+    prefill.on_generate, decode.on_generate = first, rest
     return ids
 
 

@@ -5,6 +5,9 @@ import asyncio
 import pytest
 from support.gateway.fake_nodes import MODEL, echo, events, make_tokenizer, running, silent
 
+from common.sampling_params import TokenLogprobs
+from common.wire.messages import Tokens
+from common.wire.packed_logprobs import pack_logprobs
 from gateway.http.request_cycle import RequestCycle
 from gateway.requests.input.generate_request import MAX_LOGPROB_BYTES, MAX_LOGPROB_BYTES_OF_ALL
 from gateway.text.tokenizer import Tokenizer
@@ -236,6 +239,28 @@ async def test_generate_of_no_tokens_returns_prompt_logprobs(stack):
     assert answers[0]["meta_info"]["input_token_logprobs"] == [[None, a, "a"], [-1.0, b, "b"]]
     assert answers[1]["meta_info"]["input_token_logprobs"] == []
     assert answers[0]["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "abc", "return_logprob": True, "logprob_start_len": 0, "return_text_in_logprobs": True}),
+        ("/v1/completions", {"prompt": "abc", "echo": True, "logprobs": 1}),
+    ],
+)
+async def test_damaged_prompt_logprobs_are_an_error_that_names_their_node(folder, path, body):
+    def damage(node, generate):
+        sent = (b"\xc1", pack_logprobs(TokenLogprobs(-1.0)))
+        logprobs = (pack_logprobs(TokenLogprobs(-1.0)),)
+        node.send(Tokens(generate.rid, generate.attempt, 0, (1,), logprobs, prompt_logprobs=sent))
+
+    async with running(folder) as stack:
+        await stack.pair()
+        prefill, _ = stack.nodes
+        prefill.on_generate = damage
+        status, answer = await stack.post(path, body)
+    assert (status, answer["error"]["code"]) == (502, "node_lost")
+    assert answer["error"]["message"] == "node prefill sent log-probabilities of the prompt that cannot be read"
 
 
 async def test_incremental_streams_carry_prompt_logprobs_once(folder):

@@ -176,7 +176,7 @@ async def test_a_client_that_stops_reading_is_disconnected_after_its_deadline(fo
 async def test_streams_continue_while_a_long_prompt_is_tokenized(folder):
     async with running(folder) as stack:
         prefill, decode = await stack.silent_pair(context_length=4_000_000, num_pages=300_000)
-        call, rid = await start_request(stack, {**BODY, "stream": True})
+        call, rid = await start_request(stack, {**BODY, "max_tokens": 1_000_000, "stream": True})
         prefill.tokens(rid, 0, (65,))
         async with await call as answer:
             arriving = events(answer)

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 import pytest
 from support.kv.kv_fakes import DECODE, JUNK, LAYOUT, PREFILL, MemfdStore
 
-from common.errors import ConfigError
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports.base import Attached, Fenced
-from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.negotiation import NegotiatingReader, NegotiatingWriter
 from scripts.simulator.service.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
 
@@ -193,11 +191,3 @@ def test_a_negotiating_pair_reattaches_only_when_no_irrevocable_write_is_in_flig
     assert writer.poll() == []
     ends.tick()
     assert [(news.epoch, news.problem) for news in writer.poll()] == [(3, "")]
-
-
-@pytest.mark.parametrize("end", [open_reader, open_writer])
-def test_the_in_process_transport_is_refused_between_processes(end: object) -> None:
-    store = MemfdStore(4)
-    with pytest.raises(ConfigError, match="--transport inprocess connects nodes of one process"):
-        end(store, TransportSettings("inprocess"))  # type: ignore[operator]
-    store.close()

@@ -6,10 +6,10 @@ Token i of a prompt is ``(sum of the prompt + 7 * i) % 250``, on every node.
 import math
 
 from support.cluster.manual_clock import ManualClock
-from support.gateway.fake_nodes import make_register
+from support.gateway.fake_nodes import make_register, prompt_logprobs_of
 
 from common.config.gateway import GatewayConfig
-from common.sampling_params import SamplingParams, TokenLogprobs
+from common.sampling_params import SamplingParams
 from common.wire.messages import Abort, Failed, Generate, Tokens
 from common.wire.packed_logprobs import pack_logprobs
 from gateway.requests.dispatcher import Dispatcher
@@ -117,8 +117,8 @@ class PlayedCluster:
         self.dispatcher.tick(self.clock.now())
         self.turn()
 
-    def come(self, *rids, prompt=(1, 2, 3), max_new=20, **fields):
-        sampling = SamplingParams(max_new_tokens=max_new)
+    def come(self, *rids, prompt=(1, 2, 3), max_new=20, prompt_logprobs_from=None, **fields):
+        sampling = SamplingParams(max_new_tokens=max_new, prompt_logprobs_from=prompt_logprobs_from)
         streams = [
             OutputStream(
                 GenerateRequest(rid, rid, prompt, sampling, "tiny", timeout_s=1e9, **fields),
@@ -169,7 +169,7 @@ class PlayedCluster:
             (token_of(message.prompt, i),),
             finish="length" if is_last else "",
             cached_tokens=0 if i else len(message.output) + 1,
-            prompt_logprobs=() if i else (pack_logprobs(TokenLogprobs(-1.0, ())),),
+            prompt_logprobs=() if i else tuple(map(pack_logprobs, prompt_logprobs_of(message))),
         )
         self.dispatcher.on_tokens(node, tokens)
         self.turn()

@@ -31,7 +31,9 @@ async def toy_stack(folder: Path, formats: ModelFormats = TOY_FORMATS, **config:
 
 
 def answers(stack: Stack, text: str, finish: str = "stop") -> None:
-    """Makes the nodes answer with this text, one token in each message; token i has the log-probability -i."""
+    """Makes the nodes answer with this text, up to ``max_new_tokens``, one token in each message; token i has the
+    log-probability -i.
+    """
     prefill, decode = stack.nodes
     ids = (*ids_of(text), EOS_ID) if finish == "stop" else ids_of(text)
 
@@ -43,10 +45,12 @@ def answers(stack: Stack, text: str, finish: str = "stop") -> None:
         node.tokens(generate.rid, 0, ids[:1], cached_tokens=3, logprobs=logprobs(generate, 0))
 
     def rest(node: Any, generate: Generate) -> None:
-        for i in range(1, len(ids)):
-            is_last = i == len(ids) - 1
+        num_tokens = min(len(ids), generate.sampling.max_new_tokens)
+        reason = finish if num_tokens == len(ids) else "length"
+        for i in range(1, num_tokens):
+            is_last = i == num_tokens - 1
             node.tokens(
-                generate.rid, i, ids[i : i + 1], finish=finish if is_last else "", logprobs=logprobs(generate, i)
+                generate.rid, i, ids[i : i + 1], finish=reason if is_last else "", logprobs=logprobs(generate, i)
             )
 
     prefill.on_generate, decode.on_generate = first, rest

@@ -139,8 +139,10 @@ def set_timeouts() -> None:
     """Set the timeouts of transports from environment variables.
 
     ``TEST_PATIENCE_S`` sets all of them, ``TEST_ATTACH_TIMEOUT_S`` and ``TEST_STALL_S`` one each. ``TEST_HOLD_S`` is
-    the time for which NIXL's writer may hold the loop to begin writes.
+    the time for which NIXL's writer may hold the loop to begin writes, and ``TEST_RECLAIM_S`` that after which pages
+    are taken back.
     """
+    receive_table.RECLAIM_S = float(os.environ.get("TEST_RECLAIM_S", receive_table.RECLAIM_S))
     nixl_writer.HOLD_S = float(os.environ.get("TEST_HOLD_S", nixl_writer.HOLD_S))
     patience_s = os.environ.get("TEST_PATIENCE_S")
     attach_s = os.environ.get("TEST_ATTACH_TIMEOUT_S", patience_s)
@@ -155,8 +157,7 @@ def set_timeouts() -> None:
 
 
 def _set_host() -> None:
-    """With ``TEST_FAR`` set, writers appear to be on another host; ``TEST_RECLAIM_S`` is the timeout of ``Reclaim``."""
-    receive_table.RECLAIM_S = float(os.environ.get("TEST_RECLAIM_S", receive_table.RECLAIM_S))
+    """With ``TEST_FAR`` set, writers appear to be on another host."""
     if os.environ.get("TEST_FAR"):
         nixl_reader.host_id = lambda: "elsewhere"
         nixl_reader.ShmReader.offer = lambda *_: "no address"  # type: ignore[method-assign]
@@ -206,6 +207,9 @@ def main() -> None:
                 answer, end.news = end.news, []
             elif what == "counters":
                 answer = end.transport.counters()
+            elif what == "set":  # other timeouts from here on
+                os.environ.update(command)
+                set_timeouts()
             elif what == "descriptors":
                 answer = len(os.listdir("/proc/self/fd"))
             elif what == "close":

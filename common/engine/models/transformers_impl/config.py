@@ -82,6 +82,8 @@ TESTED = frozenset(
 )
 #: Keys of config.json that ``rope_parameters`` has replaced.
 _OLD_ROPE_KEYS = ("rope_theta", "rope_scaling")
+#: Keys from which the library derives ``layer_types`` where a file has none.
+_MAKE_LAYER_TYPES = ("sliding_window_pattern", "max_window_layers")
 #: Keywords of attention functions that the backends of Baton understand.
 _UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 #: Keywords that say what holds anyway, or nothing about the result of attention.
@@ -212,6 +214,8 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
     stored = read_json(folder / "config.json")
     rope = {key: value for key, value in overrides.items() if key in _OLD_ROPE_KEYS}
     others = {key: value for key, value in overrides.items() if key not in rope}
+    if {**stored, **others}.get("layer_types") and (given := [key for key in _MAKE_LAYER_TYPES if key in others]):
+        raise ConfigError(f"--hf-overrides: {given[0]} has no effect on a model with layer_types; give these")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         unknown = sorted(key for key in others if key not in stored and not hasattr(config, key))

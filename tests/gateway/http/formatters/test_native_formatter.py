@@ -4,8 +4,11 @@ import json
 from collections import Counter
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+import tokenizers
 
+from common.errors import RequestError
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.wire.messages import Tokens
 from common.wire.packed_logprobs import pack_logprobs
@@ -14,6 +17,7 @@ from gateway.http.protocol.decoding import decode
 from gateway.http.protocol.native import NativeRequest
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
+from gateway.text.tokenizer import Tokenizer
 
 PROMPT, NUM_OUTPUT = (10, 11, 12), 6
 LOGPROB_FIELDS = ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs", "input_top_logprobs")
@@ -103,6 +107,18 @@ def test_an_event_that_is_formatted_while_the_output_goes_on_shows_its_own_part(
     event = json.loads(format_.chunk(output, delta).removeprefix(b"data: "))
     assert (event["text"], event["output_ids"], event["meta_info"]["finish_reason"]) == ("0 ", [0], None)
     assert [token for _, token, _ in event["meta_info"]["output_token_logprobs"]] == [0]
+
+
+@pytest.mark.parametrize("damaged", [b"\xc1", pack_logprobs(TokenLogprobs(-1.0, ((1 << 40, -2.0),)))])
+def test_damaged_log_probabilities_of_the_prompt_are_an_error_that_names_their_node(damaged):
+    tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})))
+    output, format_ = begun(), formatter(tokenizer, is_incremental=False)
+    output.prefill = "prefill-3"
+    output.on_tokens(msgspec.structs.replace(token_message(0), prompt_logprobs=(entry(11), damaged)), 1.0)
+    with pytest.raises(
+        RequestError, match=r"^node prefill-3 sent log-probabilities of the prompt that cannot be read$"
+    ):
+        format_.chunk(output, output.take())
 
 
 def test_incremental_events_show_each_log_probability_once():

@@ -184,6 +184,42 @@ def test_wrong_log_probabilities_are_a_failure_of_their_node(
     cluster.check_idle()
 
 
+@pytest.mark.parametrize("num_sent", [1, 3])
+def test_more_tokens_than_the_request_may_have_are_a_failure_of_their_node(
+    num_sent: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = PlayedCluster()
+    stream = cluster.come("a", max_new=5)
+    cluster.prefill("a")
+    cluster.decode("a", 2)
+    broken = cluster.node_of("decode", "a")
+    cluster.dispatcher.on_tokens(broken, Tokens("a", stream.attempt, 6 - num_sent, (5,) * num_sent))
+    cluster.wait(1.0)
+    assert caplog.messages == [f"node {cluster.names[broken]} sent more tokens than the 5 that the output may have"]
+    cluster.prefill("a")
+    cluster.decode("a", 20)
+    assert (stream.ids, stream.finish, stream.num_attempts) == (output_of(stream), "length", 2)
+    cluster.check_idle()
+
+
+@pytest.mark.parametrize(("asked_from", "num_sent"), [(None, 1), (1, 0), (1, 1), (1, 3)])
+def test_log_probabilities_of_another_prompt_are_a_failure_of_their_node(
+    asked_from: int | None, num_sent: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The prompt has three tokens, of which the first has no log-probability."""
+    cluster = PlayedCluster()
+    stream = cluster.come("a", prompt_logprobs_from=asked_from)
+    broken = cluster.node_of("prefill", "a")
+    wrong = (pack_logprobs(TokenLogprobs(-1.0)),) * num_sent
+    cluster.dispatcher.on_tokens(broken, Tokens("a", stream.attempt, 0, (5,), prompt_logprobs=wrong))
+    cluster.wait(1.0)
+    assert caplog.messages == [f"node {cluster.names[broken]} sent log-probabilities of another prompt"]
+    cluster.prefill("a")
+    cluster.decode("a", 20)
+    assert (stream.ids, len(stream.prompt_logprobs)) == (output_of(stream), 2 if asked_from else 0)
+    cluster.check_idle()
+
+
 def test_a_request_whose_every_attempt_has_wrong_token_ids_ends() -> None:
     cluster = PlayedCluster(decodes=3)
     stream = cluster.come("a")

@@ -40,7 +40,7 @@ class RandomHistory:
         work = [(node, message) for node in cluster.work for message in cluster.work[node]]
         if kind == "come" and cluster.pool.registry.is_ready:
             rid, prompt = f"r{len(self.streams)}", (len(self.streams), 3)
-            self.streams.append(cluster.come(rid, prompt=prompt, max_new=number))
+            self.streams.append(cluster.come(rid, prompt=prompt, max_new=number, prompt_logprobs_from=1))
         elif kind == "start":
             names = {cluster.names[node] for node in cluster.work}
             names = [f"{role}-{i}" for role in ("prefill", "decode") for i in range(2) if f"{role}-{i}" not in names]

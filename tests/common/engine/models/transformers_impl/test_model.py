@@ -328,6 +328,23 @@ def test_keys_that_the_library_derives_from_an_overridden_one_change_with_it(tmp
     assert windows(use_sliding_window=False) == [None, None, None]
 
 
+@pytest.mark.parametrize("model_type", ["gemma3_text", "cohere2", "exaone4"])
+def test_a_pattern_of_windows_is_overridden_unless_the_file_lists_the_layers(tmp_path: Path, model_type: str) -> None:
+    stored = {"model_type": model_type, "num_hidden_layers": 4, "sliding_window_pattern": 4}
+
+    def overridden(**more: Any) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps({**stored, **more}))
+        config = load_library_config(tmp_path, {"sliding_window_pattern": 2}, trust_remote_code=False)
+        found: list[str] = config.layer_types
+        return found
+
+    assert overridden() == ["sliding_attention", "full_attention"] * 2
+    with pytest.raises(
+        ConfigError, match="--hf-overrides: sliding_window_pattern has no effect on a model with layer_"
+    ):
+        overridden(layer_types=["full_attention"] * 4)
+
+
 def test_an_override_takes_layers_away(tmp_path: Path) -> None:
     folder = str(make_library_model(tmp_path, "Gemma3ForCausalLM"))
     config = load_config(ModelSource(folder, overrides={"num_hidden_layers": 2}, has_dummy_weights=True))
