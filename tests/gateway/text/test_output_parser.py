@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+from common.sampling_params import SamplingParams
 from gateway.http.formatters.openai import ChatFormatter
 from gateway.http.protocol.openai import ChatCompletionRequest, ChatMessage
 from gateway.requests.input.generate_request import GenerateRequest
@@ -49,7 +50,7 @@ def test_the_pieces_of_a_part_are_joined_at_once():
 def test_a_chat_shows_the_pieces_of_each_part_joined_at_once():
     body = ChatCompletionRequest(messages=[ChatMessage(role="user", content="a")])
     formatter = ChatFormatter(SimpleNamespace(asked_name="m", tokenizer=None), body, "chatcmpl-1")
-    request = GenerateRequest("r", "r", (1,), None, output_format=OutputFormat(TextParser))
+    request = GenerateRequest("r", "r", (1,), SamplingParams(), output_format=OutputFormat(TextParser))
     output = OutputStream(request, 0, None, None, 0.0, pieces=PIECES, finish="stop")
     message = json.loads(b"".join(formatter.answer([output])))["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("abc", "dehi")
