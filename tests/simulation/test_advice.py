@@ -13,6 +13,7 @@ from gateway.advice.advisor import ROLES, Advice
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.planning.command import make_service_plan
+from scripts.simulator.planning.planner import Planner
 from scripts.simulator.report import Figures
 from scripts.simulator.simulation import Simulation
 
@@ -125,8 +126,15 @@ def test_followed_advice_holds_the_objectives_of_a_load_that_grows_and_falls(tmp
     ids=["both", "prompts", "outputs", "pages", "slots"],
 )
 def test_advice_for_a_steady_load_differs_from_the_plan_by_at_most_a_node(
-    tmp_path: Path, rate: float, num_input: int, num_output: int, limits: Sequence[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rate: float,
+    num_input: int,
+    num_output: int,
+    limits: Sequence[str],
 ) -> None:
+    for part in ("_colocated_starts", "_rows", "_capacities"):  # what the planner says of other nodes and loads
+        monkeypatch.setattr(Planner, part, lambda *_: ())
     trace = write_trace(tmp_path / "trace.jsonl", [(0, rate), (240, rate)], num_input=num_input, num_output=num_output)
     words = (f"--trace={trace}", *COSTS, *OBJECTIVES, *limits, "--chunked-prefill-size=2048", "--local-prefill=never")
     planning = ("--plan", "--plan-processes=1", "--plan-windows=3", "--plan-requests=300")

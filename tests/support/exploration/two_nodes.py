@@ -7,13 +7,12 @@ order too. When nothing else can happen, deadlines expire, then leases. So every
 there is a leak.
 """
 
-import io
 from collections.abc import Callable, Iterator
 
 from support.exploration.state_explorer import Action
 from support.exploration.two_nodes_actions import actions_of
 from support.exploration.two_nodes_parts import FAULTS, JUNK, LAYOUT, Decode, Link, Prefill, Scope, Store, WatchedWriter
-from support.exploration.two_nodes_state import Freezer, state_of
+from support.exploration.two_nodes_state import frozen, states_of
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.request import RequestKey
@@ -385,9 +384,7 @@ class TwoNodes:
     # ---- copies and state ---------------------------------------------------------------------------------------
 
     def freeze(self) -> bytes:
-        into = io.BytesIO()
-        Freezer(into, 5).dump(self)
-        return into.getvalue()
+        return frozen(self)
 
-    def state(self) -> object:
-        return state_of(self)
+    def states(self) -> Iterator[bytes]:
+        return states_of(self)

@@ -28,6 +28,20 @@ MAX_STARTS = 3
 #: A command of the manager waits for processes that import torch, one after the other, maybe on a busy machine.
 COMMAND_TIMEOUT_S = 600.0
 GCS_PORT, CLIENT_PORT = 6379, 10_001  # in the head's own network namespace
+#: Answers every line with the status of the cluster, without rows if there is none. A command would start Ray anew.
+STATUS_READER = """
+import sys
+import msgspec
+from common.errors import BatonError
+from scripts.cluster_manager.main import Cluster
+
+cluster, sys.stdout = Cluster("baton", "auto"), sys.stderr
+for _ in sys.stdin:
+    try:
+        cluster.print(msgspec.json.encode(cluster.status()).decode())
+    except BatonError:
+        cluster.print('{"rows": []}')
+"""
 #: Small raylets. A dead host is noticed within half a minute: a raylet on a busy machine may be silent for seconds.
 RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -57,6 +71,7 @@ class RayHosts:
         self._variables = {**environment(), **RAY_VARIABLES, **(variables or {})}
         self._redis = redis
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._readers: dict[str, subprocess.Popen[str]] = {}
         self.head = ""
 
     def start(
@@ -164,6 +179,29 @@ class RayHosts:
         """Run ``baton cluster`` on a host."""
         return self.run(name, sys.executable, "-m", "scripts.cli", "cluster", *words, timeout_s=timeout_s)
 
+    def status(self, name: str) -> dict[str, Any]:
+        """The status of the cluster, asked on a host."""
+        if name not in self._readers or self._readers[name].poll() is not None:
+            self._end_reader(name)
+            self._readers[name] = subprocess.Popen(
+                self._enter(name, [sys.executable, "-c", STATUS_READER]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                cwd=ROOT,
+                env=self._variables,
+            )
+        reader = self._readers[name]
+        assert reader.stdin is not None and reader.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(file=reader.stdin, flush=True)
+        return dict(json.loads(reader.stdout.readline() or '{"rows": []}'))
+
+    def _end_reader(self, name: str) -> None:
+        if reader := self._readers.pop(name, None):
+            reader.communicate()
+
     def _init(self, name: str) -> int:
         """The first process of the host's process namespace."""
         unshare = self._processes[name].pid
@@ -189,6 +227,7 @@ class RayHosts:
         process = self._processes.pop(name)
         process.send_signal(signal.SIGKILL)
         process.wait(60)
+        self._end_reader(name)
 
     def close(self) -> None:
         for name in list(self._processes):

@@ -24,6 +24,7 @@ class Load:
         may_lose_gateways: a request whose answer breaks off is sent again with its key; otherwise it has failed.
 
     Attributes:
+        pause_s: between two requests of a client.
         num_ended: requests that were answered in full.
         failures: what went wrong with others.
     """
@@ -34,6 +35,7 @@ class Load:
         self.addresses = addresses
         self._port = port
         self._may_lose_gateways = may_lose_gateways
+        self.pause_s = 0.0
         self.num_ended = 0
         self.failures: list[str] = []
         self._texts: dict[int, str] = {}
@@ -113,6 +115,7 @@ class Load:
                 self.failures.append(f"{text!r} is not {self._texts[number]!r}")
             with self._lock:
                 self.num_ended += 1
+            time.sleep(self.pause_s)
 
 
 def until(condition: Callable[[], object], what: str, explain: Callable[[], str]) -> None:

@@ -13,7 +13,7 @@ from common.engine.cpu.targets import Target
 ROOT = Path(__file__).parents[4]
 
 PROGRAM = '''
-import ctypes, itertools, pathlib, sys
+import ctypes, itertools, os, pathlib, sys
 from dataclasses import replace
 
 import numpy as np
@@ -38,9 +38,10 @@ optimized = library_for(next(target for target in USABLE if target.name == sys.a
 library = replace(
     optimized,
     name="sanitized",
-    flags=(*optimized.flags, "-O1", "-g", *SANITIZERS),
+    flags=(*optimized.flags, "-Og", "-g1", *SANITIZERS),
     libraries=("-lm", "-lasan", "-lubsan"),
 )
+del os.environ["LD_PRELOAD"]  # the compiler needs none
 kernels = Kernels(ctypes.CDLL(str(build_library(library))))
 torch.manual_seed(0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
