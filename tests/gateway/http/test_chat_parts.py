@@ -204,6 +204,7 @@ async def test_tools_are_refused_if_the_format_of_calls_is_unknown(folder):
         ({"tools": [tool("add")], "tool_choice": NAMED}, "tool_choice.function.name"),
         ({"tools": [tool("add"), tool("add")]}, "tools[1].function.name"),
         ({"tools": [tool("add two")]}, "tools[0].function.name"),
+        ({"tools": [tool("add\n")]}, "tools[0].function.name"),
         ({"tools": [tool("a" * 129)]}, "tools[0].function.name"),
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools"),
         ({"tools": [tool("add", description="x" * (1 << 20))]}, "tools"),
