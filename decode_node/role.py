@@ -71,6 +71,9 @@ COUNTERS = (
 )
 
 ADDRESS_TAKEN = "the prefill node has ended: another process answers at its address"
+#: Ends of transfers that the gateway need not be told: the prefill node is full, and has said so, or another attempt of
+#: the request follows.
+KNOWN_TO_GATEWAY = (ErrorCode.QUEUE_FULL, ErrorCode.TAKEN_OVER)
 
 
 class DecodeRole:
@@ -149,7 +152,7 @@ class DecodeRole:
             key = (message.rid, message.attempt)
             if any(request.key == key for request in self._scheduler.waiting_for(peer)):
                 self._forget(key)  # it ended before it had pages here; the gateway has heard of it
-                if message.reason == "failed":
+                if message.reason == "failed" or message.code is ErrorCode.TAKEN_OVER:
                     self._count_failure(message.code)
                 elif message.reason == "aborted":
                     self._count_failure(ErrorCode.ABORTED)
@@ -428,7 +431,7 @@ class DecodeRole:
         else:
             self._report_stages(self._scheduler.requests[key], now)
             self._forget(key, event.arrived)
-            if event.code is ErrorCode.QUEUE_FULL:  # the prefill node is full, and has told the gateway so
+            if event.code in KNOWN_TO_GATEWAY:
                 self._count_failure(event.code)
             else:
                 self._answer_failure(key, event.code, event.message)
@@ -504,7 +507,7 @@ class DecodeRole:
     def _count_failure(self, code: ErrorCode) -> None:
         if code is ErrorCode.ABORTED:
             self.stats.ended(ABORT)  # the prefill node has heard of it first
-        elif code in RECOVERABLE:
+        elif code in RECOVERABLE or code is ErrorCode.TAKEN_OVER:
             self._totals["interrupted_requests"] += 1
         else:
             self._totals["failed_requests"] += 1

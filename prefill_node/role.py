@@ -112,11 +112,11 @@ class PrefillRole:
             if request is not None:
                 self._report_stages(request, now)
             is_alone = key in self._alone
-            if self._end(key, "aborted", "the gateway ended it"):
-                if message.reason == "continued":
+            if message.reason == "continued":
+                if self._end(key, "aborted", "another attempt goes on with the request", ErrorCode.TAKEN_OVER):
                     self._totals["interrupted_requests"] += 1
-                elif is_alone:
-                    self.stats.ended(ABORT)
+            elif self._end(key, "aborted", "the gateway ended it") and is_alone:
+                self.stats.ended(ABORT)
         elif isinstance(message, Reprioritize):
             self._reprioritize(message, now)
         elif isinstance(message, Flush):

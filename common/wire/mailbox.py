@@ -83,7 +83,7 @@ class HandshakeFailure(StrEnum):
     """Why a connection could not be made; also the label of a count."""
 
     KEY = "key"  # the server does not permit the client's key
-    CLOSED = "closed"  # the other end closed the connection, as a server does whose key is another one
+    CLOSED = "closed"  # the other end closed the connection, for another key or, often, a reason of ``PROTOCOL``
     PROTOCOL = "protocol"  # the other end has no keys (or this one), or does not speak ZMTP, or a frame was changed
     HANDSHAKE = "handshake"  # at a server: another one than ``KEY``
 

@@ -666,7 +666,7 @@ class Closed(RequestMessage, frozen=True, tag="closed"):
     reason: Literal["finished", "cancelled", "aborted", "failed", "unknown"]
     message: Text = ""
     #: Of a failure. Both nodes report it alike, but for those that are of the prefill node alone: ``SHUTTING_DOWN``,
-    #: ``INTERNAL`` and ``QUEUE_FULL``.
+    #: ``INTERNAL`` and ``QUEUE_FULL``. ``TAKEN_OVER``: the request was ``aborted`` here since another attempt follows.
     code: ErrorCode = ErrorCode.TRANSFER_FAILED
 
 

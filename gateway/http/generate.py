@@ -151,7 +151,7 @@ class _Answer(NamedTuple):
 
     Attributes:
         keyed: the request by its key; None without one.
-        is_retry: an earlier request has sent the outputs.
+        is_retry: an earlier request has sent the outputs, perhaps from another gateway.
     """
 
     answer_id: str
@@ -304,7 +304,8 @@ class GenerateApp:
         self._submit([stream for stream in streams if not stream.is_ended] if known else streams)
         if keyed is not None:
             self._retries.add(keyed, streams)
-        return _Answer(answer_id, streams, events, keyed)
+        is_retry = any(output.tokens for output in known.values())
+        return _Answer(answer_id, streams, events, keyed, is_retry=is_retry)
 
     def _repeated(self, identity: RequestIdentity, body: Any) -> _Answer | None:
         """The answer from the outputs of the request that this one repeats; None if it is new."""

@@ -26,7 +26,7 @@ from uvicorn.server import ServerState
 from common.errors import RequestError
 from gateway.http.errors import HttpError
 from gateway.http.formatters.common import encode_json, error_body
-from gateway.http.request_cycle import STALL_S, ConnectionOptions, RequestCycle, http_date
+from gateway.http.request_cycle import STALL_S, ConnectionOptions, RequestCycle, http_date, num_read
 from gateway.siblings.connection import BUFFER_BYTES, is_same_user
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class HttpConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf  # when it runs out
         self._times_out_at = math.inf
-        self._num_unsent = 0  # bytes of answers, when the time was set
+        self._num_read: float = -math.inf  # what the client had read when the timer last ran out
         self._active: RequestCycle | None = None
         self._pipelined: deque[RequestCycle] = deque()  # they wait for the end of the answer before them
         self._is_discarding = False  # what this client sends is no HTTP
@@ -117,13 +117,10 @@ class HttpConnection(HttpToolsProtocol):
         """Closes the connection once the client has read everything, or has read nothing for ``STALL_S``."""
         if not self.transport.is_closing():  # a transport of TLS cannot be closed twice
             self.transport.close()
-        if self.transport.get_write_buffer_size():
-            self._time_out_after(STALL_S)
-        else:
-            self._times_out_at = math.inf
+        self._num_read = num_read(self.transport)
+        self._time_out_after(STALL_S)
 
     def _time_out_after(self, seconds: float) -> None:
-        self._num_unsent = self.transport.get_write_buffer_size()
         self._times_out_at = self.loop.time() + seconds
         if self._times_out_at < self._timer_at:
             self._set_timer()
@@ -139,13 +136,13 @@ class HttpConnection(HttpToolsProtocol):
         if self.loop.time() < self._times_out_at < math.inf:
             self._set_timer()
         elif self._times_out_at < math.inf:
-            num_unsent = self.transport.get_write_buffer_size()
-            if 0 < num_unsent < self._num_unsent:  # the client reads its last answer, but slowly
+            before, self._num_read = self._num_read, num_read(self.transport)
+            if not (self.transport.get_write_buffer_size() or self.transport.is_closing()):
+                self.close()
+            elif self._num_read > before:  # the client reads its last answer, but slowly
                 self._time_out_after(STALL_S)
-            elif num_unsent:
+            else:
                 self.transport.abort()
-            elif not self.transport.is_closing():
-                self.transport.close()
 
     def _cancel_request(self) -> None:
         self._pipelined.clear()

@@ -6,6 +6,7 @@ ten times a second while it starts and stops.
 
 import asyncio
 import logging
+import math
 import socket
 import ssl
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from uvicorn.server import ServerState
 from common.errors import ConfigError
 from common.system.loop_errors import LoopErrors
 from gateway.http.http_connection import HttpConnection
-from gateway.http.request_cycle import STALL_S, ConnectionOptions
+from gateway.http.request_cycle import ConnectionOptions
 
 #: How long connections may wait at a stop until their clients have read the last answers.
 STOP_S = 1.0
@@ -87,7 +88,8 @@ class HttpServer:
     def _limits(self) -> dict[str, Any]:
         limits: dict[str, Any] = {"ssl": self._tls, "backlog": BACKLOG}
         if self._tls is not None:
-            limits |= {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": STALL_S}
+            # Connections end the shutdown themselves: this timeout does not regard whether a client still reads.
+            limits |= {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": math.inf}
         return limits
 
     def _new_connection(self) -> HttpConnection:

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -29,6 +31,8 @@ STALL_S = 60.0
 RESPONSE_TIMEOUT = "response_timeout_s"
 CLIENT_GONE = 499
 
+#: The beginning of Linux's ``struct tcp_info``, with ``tcpi_bytes_acked``.
+_TCP_INFO = struct.Struct("=120xQ")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 JSON_ANSWER = (
     b"HTTP/1.1 200 OK\r\ndate: %b\r\nx-request-id: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
@@ -289,16 +293,14 @@ class RequestCycle:
     async def _until_writable(self) -> None:
         """Waits until the client has read enough. Aborts the connection, which cancels the task, if it reads none."""
         limit = self.scope["state"].get(RESPONSE_TIMEOUT)
-        is_read = True
-        while is_read and self._flow.write_paused:
-            num_unsent = self._transport.get_write_buffer_size()
+        while self._flow.write_paused:
+            before = num_read(self._transport)
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(self._loop.time() + STALL_S if limit is None else self._began_at + limit):
                     await self._flow.drain()
-            is_read = limit is None and self._transport.get_write_buffer_size() < num_unsent
-        if self._flow.write_paused:
-            self._transport.abort()
-            await self._flow.drain()
+            if self._flow.write_paused and (limit is not None or num_read(self._transport) <= before):
+                self._transport.abort()
+                await self._flow.drain()
 
     def _begin_answer(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         assert not self.status, "an application begins its answer once"
@@ -362,6 +364,19 @@ class RequestCycle:
         if not self.keep_alive:
             self._connection.close()
         self._connection.on_response_complete()
+
+
+def num_read(transport: asyncio.Transport) -> int:
+    """Grows whenever the client's system takes bytes of answers: those that it has acknowledged, since the buffer of a
+    TLS transport does not tell when they have left."""
+    own = transport.get_extra_info("socket")
+    if own is None:  # the connection has just been lost, as below
+        return 0
+    if own.family == socket.AF_UNIX:
+        return -transport.get_write_buffer_size()
+    with suppress(OSError):
+        return int(_TCP_INFO.unpack(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))[0])
+    return 0
 
 
 def cycle_of(send: Send) -> RequestCycle | None:

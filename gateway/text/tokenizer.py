@@ -162,5 +162,13 @@ class AsyncTokenizer:
         return await self.on_thread(lambda: tokenizer.decode_all(lists, skip_special=skip_special))
 
     async def on_thread(self, make: Callable[[], Made]) -> Made:
-        """Runs slow work with text off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+        """Runs slow work with text off the event loop.
+
+        A connection has at most one such work, so what waits is bounded by the connections and the size of a body. The
+        work of a request whose client leaves is dropped at once, and not when its turn comes.
+        """
+        waiting = [make]
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: waiting[0]())
+        finally:
+            waiting.clear()

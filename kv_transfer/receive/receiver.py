@@ -399,7 +399,7 @@ class Receiver:
             self._table.finish(session)
         else:
             why = message.message or f"the prefill node has closed the transfer: {message.reason}"
-            code = CODES.get(message.reason, message.code)
+            code = message.code if message.code is ErrorCode.TAKEN_OVER else CODES.get(message.reason, message.code)
             self._table.fail(session, ReceiveEvent.CLOSE, ENDS_OF_SENDER.get(code, code), why)
         return True
 

@@ -83,7 +83,7 @@ class ReceiveTable:
     def fail(self, session: ReceiveSession, event: ReceiveEvent, code: ErrorCode, message: str) -> None:
         """Release the pages of a transfer, and tell the role why it failed."""
         arrived = self.release(session, event)
-        if code is not ErrorCode.ABORTED:
+        if code not in (ErrorCode.ABORTED, ErrorCode.TAKEN_OVER):
             self._totals[failure_counter(code)] += 1
         self.events.append(TransferFailed(session.key, code, message, arrived))
 

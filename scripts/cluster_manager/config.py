@@ -22,7 +22,7 @@ Placement = Literal["pack", "spread", "strict-pack", "strict-spread"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=10_000)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.1, le=86_400)]
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")]
 
 #: Options of the processes that follow from where they are placed.
 PLACED = ("name", "gateway", "gateway_file", "advertise_host", "control_host", "group", "listen_fd")

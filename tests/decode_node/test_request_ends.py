@@ -7,7 +7,7 @@ import pytest
 from support.cluster.local_cluster import LocalCluster, prompt_of, sampling
 
 from common.errors import ErrorCode
-from common.wire.messages import MAX_TEXT, Abort, Closed, Failed, Generate, PrefillDone
+from common.wire.messages import MAX_TEXT, Abort, Closed, EndReason, Failed, Generate, PrefillDone
 from decode_node.role import DecodeRole
 
 PROMPT = prompt_of(37)
@@ -136,26 +136,36 @@ def test_a_request_without_a_decode_node_is_counted_on_its_prefill_node(cluster:
     assert node.stats.ends == {"stop": 0, "length": 0, "abort": 1, "error": 1}
 
 
-def test_a_request_that_its_client_aborts_is_an_abort_whichever_node_hears_of_it_first(cluster: LocalCluster) -> None:
+ENDS = pytest.mark.parametrize(("reason", "counted"), [("aborted", "abort"), ("continued", "interrupted")])
+
+
+@ENDS
+def test_a_request_that_its_client_aborts_is_an_abort_whichever_node_hears_of_it_first(
+    cluster: LocalCluster, reason: EndReason, counted: str
+) -> None:
+    """And one that goes on elsewhere is none."""
     cluster.submit("r", PROMPT, sampling(20))
-    cluster.tell(cluster.prefill[0], Abort("r", 0))
+    cluster.tell(cluster.prefill[0], Abort("r", 0, reason))
     cluster.settle()
-    cluster.abort("r")
+    cluster.abort("r", reason)
     cluster.settle()
-    assert counts(cluster) == {"abort": 1}
+    assert counts(cluster) == {counted: 1}
 
 
-def test_an_abort_of_a_request_that_waits_for_pages_is_counted_whichever_node_hears_of_it_first() -> None:
+@ENDS
+def test_the_end_of_a_request_that_waits_for_pages_is_counted_whichever_node_hears_of_it_first(
+    reason: EndReason, counted: str
+) -> None:
     cluster = LocalCluster(page_size=4, decode_pages=16)
     cluster.submit("first", PROMPT, sampling(20))
     cluster.step()
     cluster.submit("r", prompt_of(38), sampling(20))
     assert [request.rid for request in role(cluster)._scheduler.waiting_for(cluster.prefill[0].name)] == ["r"]
-    cluster.tell(cluster.prefill[0], Abort("r", 0))
+    cluster.tell(cluster.prefill[0], Abort("r", 0, reason))
     cluster.settle(2)
-    cluster.abort("r")
+    cluster.abort("r", reason)
     cluster.settle(2)
-    assert counts(cluster) == {"abort": 1}
+    assert counts(cluster) == {counted: 1}
     cluster.close()
 
 

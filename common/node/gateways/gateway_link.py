@@ -34,8 +34,9 @@ REMEDIES = {
     "the node's public key in the folder nodes of the gateway's",
     HandshakeFailure.PROTOCOL: "only one of the two has keys (start both with keys, or both with --insecure), or this "
     "is not the --control-port of a gateway of this release of Baton",
-    HandshakeFailure.CLOSED: "the process there closes the connection, as one does that is ending or overloaded, or a "
-    "gateway with another key (then give both --keys folders of one baton keygen)",
+    HandshakeFailure.CLOSED: "the process there closes the connection, as a gateway does if its key is another one or "
+    "only one of the two has keys (give both --keys folders of one baton keygen, or start both with --insecure), or if "
+    "it is ending or overloaded",
 }
 
 

@@ -32,7 +32,9 @@ class Extensible(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 Body = TypeVar("Body", bound=Strict)
 
-MAX_NAMED_EXTRAS = 16
+#: Fields without effect of one body that are named, each once, and those of which the names are read: a body may have
+#: tens of thousands.
+MAX_NAMED_EXTRAS, MAX_READ_EXTRAS = 16, 1_024
 #: Characters that count of the name of an unknown field, and of the path to it: a name may be as long as the body.
 MAX_NAME, MAX_PATH = 64, 256
 #: Characters of msgspec's complaint, which quotes a wrong text as a whole.
@@ -88,6 +90,7 @@ class _Cleaner:
 
     def __init__(self, *, are_refused: bool) -> None:
         self._are_refused = are_refused
+        self._num_read = 0
         self.ignored: dict[str, None] = {}
 
     def cleaned(self, value: Any, kind: inspect.Type, path: str) -> Any:
@@ -123,7 +126,8 @@ class _Cleaner:
         """Names a field, or a value, without effect. Raises RequestError if these are refused."""
         if self._are_refused:
             raise refuse("has no effect here; leave it out (the gateway runs with --strict-fields)", where[:MAX_PATH])
-        if len(self.ignored) < MAX_NAMED_EXTRAS:
+        if len(self.ignored) < MAX_NAMED_EXTRAS and self._num_read < MAX_READ_EXTRAS:
+            self._num_read += 1
             self.ignored[_STRANGE.sub("_", re.sub(r"\[\d+\]", "", where[:MAX_PATH])[:MAX_NAME])] = None
 
 

@@ -10,6 +10,8 @@ from msgspec import Meta
 from common.sampling_params import MAX_TOP_LOGPROBS
 from gateway.http.protocol.decoding import Strict
 
+#: Ends a pattern. ``$`` alone also matches before a last line break, and the patterns of JSON schemas have no ``\Z``.
+END = r"(?!\n)$"
 MAX_INT = 2**31 - 1
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256

@@ -7,6 +7,7 @@ from msgspec import Meta
 from common.config.lora import ADAPTER_NAME
 from gateway.http.protocol.decoding import Strict
 from gateway.http.protocol.fields import (
+    END,
     MAX_INT,
     Count,
     DeadlineMs,
@@ -118,7 +119,7 @@ class RoleChange(Strict, kw_only=True):
 class LoadLoraRequest(Strict, kw_only=True):
     """``POST /v1/load_lora_adapter``, in vLLM's names."""
 
-    lora_name: Annotated[str, Meta(pattern=f"^{ADAPTER_NAME}$")]
+    lora_name: Annotated[str, Meta(pattern=f"^{ADAPTER_NAME}{END}")]
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]  # below --lora-dir of each node
     base_model_name: str | None = None  # by default the first served model
 
@@ -126,7 +127,7 @@ class LoadLoraRequest(Strict, kw_only=True):
 class UnloadLoraRequest(Strict, kw_only=True):
     """``POST /v1/unload_lora_adapter``, in vLLM's names."""
 
-    lora_name: Annotated[str, Meta(pattern=f"^{ADAPTER_NAME}$")]
+    lora_name: Annotated[str, Meta(pattern=f"^{ADAPTER_NAME}{END}")]
 
 
 class PriorityChange(Strict, kw_only=True):

@@ -6,6 +6,7 @@ from msgspec import Meta
 
 from gateway.http.protocol.decoding import Extensible, Strict
 from gateway.http.protocol.fields import (
+    END,
     MAX_INT,
     Count,
     DeadlineMs,
@@ -25,7 +26,7 @@ MAX_TOOLS = 128
 
 MAX_FUNCTION_NAME = 128
 
-FunctionName = Annotated[str, Meta(pattern=f"^[A-Za-z0-9_.-]{{1,{MAX_FUNCTION_NAME}}}$")]
+FunctionName = Annotated[str, Meta(pattern=f"^[A-Za-z0-9_.-]{{1,{MAX_FUNCTION_NAME}}}{END}")]
 CallId = Annotated[str, Meta(max_length=256)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -201,13 +201,14 @@ def _marker_ids(tokenizer: Tokenizer, marker: str) -> tuple[int, ...]:
 def narrow_tools(body: ChatCompletionRequest, choice: ToolChoiceField) -> None:
     """Leave only the tools that the choice allows, if it names some, so that the model sees no others.
 
-    Raises RequestError: one of them is not among the tools.
+    Raises RequestError: one of them is not among the tools, or a tool is wrong.
     """
     if choice.type != "allowed_tools":
         return
     allowed = choice.allowed_tools
     if allowed is None:
         raise refuse("is missing", "tool_choice.allowed_tools")
+    _check_tools(body.tools or [])  # now, while their numbers are those of the client
     tools = {field.function.name: field for field in body.tools or []}
     names = dict.fromkeys(tool.function.name for tool in allowed.tools)
     for name in names:

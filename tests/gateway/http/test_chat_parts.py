@@ -124,6 +124,10 @@ async def test_without_parallel_calls_only_the_first_is_shown(stack, is_stream):
 
 
 NAMED = {"type": "function", "function": {"name": "find"}}
+ADD_ALLOWED = {
+    "type": "allowed_tools",
+    "allowed_tools": {"tools": [{"type": "function", "function": {"name": "add"}}]},
+}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +207,9 @@ async def test_tools_are_refused_if_the_format_of_calls_is_unknown(folder):
         ({"tools": [], "tool_choice": NAMED}, "tool_choice"),
         ({"tools": [tool("add")], "tool_choice": NAMED}, "tool_choice.function.name"),
         ({"tools": [tool("add"), tool("add")]}, "tools[1].function.name"),
+        ({"tools": [tool("sub"), tool("add"), tool("add")], "tool_choice": ADD_ALLOWED}, "tools[2].function.name"),
         ({"tools": [tool("add two")]}, "tools[0].function.name"),
+        ({"tools": [tool("add\n")]}, "tools[0].function.name"),
         ({"tools": [tool("a" * 129)]}, "tools[0].function.name"),
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools"),
         ({"tools": [tool("add", description="x" * (1 << 20))]}, "tools"),

@@ -123,6 +123,20 @@ def test_of_a_long_name_only_the_beginning_is_compared_with_others_and_shown(mon
     assert len(sizes) == 2 and max(sizes) <= 256
 
 
+def test_of_many_fields_with_one_long_beginning_only_some_are_read(monkeypatch):
+    num_read = 0
+
+    def replaced(instead, text):
+        nonlocal num_read
+        num_read += 1
+        return text
+
+    monkeypatch.setattr(decoding, "_STRANGE", SimpleNamespace(sub=replaced))
+    extras = {"x" * 100 + str(i): 1 for i in range(2_000)}
+    _, ignored = decoded(ChatCompletionRequest, {"messages": [{"role": "user", "content": "Hi", **extras}]})
+    assert (ignored, num_read) == (("messages." + "x" * 55,), decoding.MAX_READ_EXTRAS)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "hint"),
     [

@@ -8,6 +8,7 @@ import socket
 from dataclasses import replace
 
 import pytest
+from support.gateway.certificates import certificate
 from support.gateway.raw_http import (
     ANY_HOST,
     answer_of,
@@ -23,9 +24,12 @@ from support.gateway.raw_http import (
 
 from common.errors import ConfigError
 from gateway.http import http_connection, request_cycle
+from gateway.http.access.tls import make_tls_context
 from gateway.http.http_connection import MAX_HEADER_BYTES, MAX_PIPELINED
 from gateway.http.http_server import HttpServer
 from gateway.http.request_cycle import ConnectionOptions
+
+__all__ = ["certificate"]
 
 POST = b"POST /p HTTP/1.1\r\nHost: x\r\n"
 
@@ -284,6 +288,12 @@ async def test_a_body_that_arrives_too_slowly_gets_408(head, monkeypatch):
         assert await until_closed(reader) == b""
 
 
+def tls_of(certificate):
+    """What a server and its client need."""
+    options = {"ssl": certificate.client_context, "server_hostname": "localhost"}
+    return make_tls_context(str(certificate.cert), str(certificate.key)), options
+
+
 async def endless(app, scope, receive, send):
     scope["state"].update(app.state)
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -303,13 +313,18 @@ async def test_a_client_that_does_not_read_is_disconnected(state, monkeypatch):
 
 
 @pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
-async def test_a_whole_answer_that_is_not_read_ends_with_the_connection(connection, monkeypatch):
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_a_whole_answer_that_is_not_read_ends_with_the_connection(has_tls, connection, certificate, monkeypatch):
     monkeypatch.setattr(http_connection, "STALL_S", 0.3)
 
     async def large(app, scope, receive, send):
         await reply(send, b"x" * 50_000_000)
 
-    async with serving(large, header_timeout_s=0.3) as (app, server), connected(server, limit=1 << 10) as (_, writer):
+    tls, options = tls_of(certificate) if has_tls else (None, {})
+    async with (
+        serving(large, tls=tls, header_timeout_s=0.3) as (app, server),
+        connected(server, limit=1 << 10, **options) as (_, writer),
+    ):
         writer.write(b"GET / HTTP/1.1\r\nConnection: %b\r\n\r\n" % connection)
         await app.until(lambda: app.ended)
         assert app.ended == [("/", 200)]
@@ -318,7 +333,10 @@ async def test_a_whole_answer_that_is_not_read_ends_with_the_connection(connecti
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
-async def test_an_answer_that_is_read_slowly_is_sent_to_its_end(connection, num_parts, monkeypatch):
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_an_answer_that_is_read_slowly_is_sent_to_its_end(
+    has_tls, connection, num_parts, certificate, monkeypatch
+):
     part, piece = b"x" * 24_000_000, 4_000_000
     loop, later_s = asyncio.get_running_loop(), 0.0
     now = loop.time
@@ -330,17 +348,22 @@ async def test_an_answer_that_is_read_slowly_is_sent_to_its_end(connection, num_
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async with serving(large) as (app, server), connected(server, limit=1 << 10) as (reader, writer):
+    tls, options = tls_of(certificate) if has_tls else (None, {})
+    async with (
+        serving(large, tls=tls) as (app, server),
+        connected(server, limit=1 << 10, **options) as (reader, writer),
+    ):
         writer.write(b"GET / HTTP/1.1\r\nConnection: %b\r\n\r\n" % connection)
-        await app.until(lambda: server.connections and server.connections[0].transport.get_write_buffer_size())
+        await reader.readuntil(b"\r\n\r\n")
         (held,) = server.connections
-        for _ in range(num_parts * len(part) // piece - 1):
-            num_unsent = held.transport.get_write_buffer_size()
+        num_pieces, num_buffered = num_parts * len(part) // piece, 3
+        for _ in range(num_pieces - num_buffered):
+            before = request_cycle.num_read(held.transport)
             async with asyncio.timeout(60):
                 await reader.readexactly(piece)
-            await app.until(lambda: not num_unsent or held.transport.get_write_buffer_size() != num_unsent)  # noqa: B023
+            await app.until(lambda: request_cycle.num_read(held.transport) > before)  # noqa: B023
             later_s += 40.0  # of the 60 in which it must have read something
-        await reader.readexactly(piece)
+        await reader.readexactly(num_buffered * piece)
         await app.until(lambda: app.ended)
         assert app.ended == [("/", 200)]
 

@@ -39,6 +39,7 @@ async def test_changing_adapters_needs_the_admin_key(folder, path):
         ({"lora_name": "sql"}, "lora_path"),
         ({"lora_path": "sql"}, "lora_name"),
         ({**SQL, "lora_name": "a b"}, "lora_name"),
+        ({**SQL, "lora_name": "sql\n"}, "lora_name"),
         ({**SQL, "lora_name": "a@b"}, "lora_name"),
         ({**SQL, "lora_name": "tiny"}, "lora_name"),
         ({**SQL, "lora_name": "x" * 200}, "lora_name"),

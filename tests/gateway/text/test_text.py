@@ -1,6 +1,11 @@
 """Incremental decoding equals decoding at once; no partial character and no part of a stop string is shown."""
 
+import asyncio
+import gc
 import json
+import threading
+import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +19,7 @@ from common.errors import ConfigError, RequestError
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.detokenizer import MAX_HELD_IDS, WindowDetokenizer
 from gateway.text.stop_strings import StopMatcher
-from gateway.text.tokenizer import Tokenizer
+from gateway.text.tokenizer import AsyncTokenizer, Tokenizer
 
 TOKENIZER = make_tokenizer()
 TEXT = Tokenizer(TOKENIZER)
@@ -292,3 +297,21 @@ def test_templates_have_the_special_tokens_of_a_file_of_their_own(tmp_path, more
 
 def test_corpus_is_what_the_tokenizer_was_made_of():
     assert all(TEXT.decode(TEXT.encode(line, add_special_tokens=True), skip_special=False) == line for line in CORPUS)
+
+
+async def test_the_text_of_a_request_whose_client_has_left_does_not_wait_for_the_thread() -> None:
+    tokenizer, may_end = AsyncTokenizer(), threading.Event()
+    busy = asyncio.ensure_future(tokenizer.on_thread(may_end.wait))
+    text = {"of a request"}  # of which there can be weak references
+    left = asyncio.ensure_future(tokenizer.on_thread(partial(str, text)))
+    await asyncio.sleep(0)
+    kept = weakref.ref(text)
+    left.cancel()
+    await asyncio.wait([left])
+    del text, left
+    gc.collect()
+    is_kept = kept() is not None
+    may_end.set()
+    await busy
+    tokenizer.close()
+    assert not is_kept

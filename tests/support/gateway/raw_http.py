@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 
 from common.errors import RequestError
 from gateway.http.access.hosts import AllowedHosts
@@ -79,12 +80,11 @@ async def wait_for_ever(app, scope, receive, send):
 
 
 @contextlib.asynccontextmanager
-async def serving(answer, host="127.0.0.1", **options):
+async def serving(answer, host="127.0.0.1", tls=None, **options):
     app = App(answer)
     values = {"header_timeout_s": 60.0, "body_timeout_s": 60.0, "max_body_bytes": 1 << 20, "hosts": ANY_HOST, **options}
-    server = HttpServer(
-        app, ConnectionOptions(on_answer=lambda scope, status: app.ended.append((scope["path"], status)), **values)
-    )
+    options = ConnectionOptions(on_answer=lambda scope, status: app.ended.append((scope["path"], status)), **values)
+    server = HttpServer(app, options, tls)
     await server.start(host, 0)
     try:
         yield app, server
@@ -99,7 +99,7 @@ async def connected(server, **options):
         yield reader, writer
     finally:
         writer.close()
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, ssl.SSLError):  # the latter from what it has not read
             await writer.wait_closed()
 
 
