@@ -12,7 +12,7 @@ from scripts.simulator.planning.deployment import Deployment, Settings
 from scripts.simulator.planning.estimate import LoadSize, RequestSize
 from scripts.simulator.planning.planner import FACTORS, Choices, LoadRow, Objective, Planner, PlanResult
 from scripts.simulator.planning.report import crossing_words, short_words
-from scripts.simulator.planning.search import Found, Goal, best_settings, capacity, fewest, tune
+from scripts.simulator.planning.search import MAX_FACTOR, Found, Goal, best_settings, capacity, fewest, tune
 from scripts.simulator.planning.verdict import Verdict, WindowResult, is_hopeless, judge
 
 GOAL = Goal(share=0.9, confidence=0.8, max_devices=500)
@@ -95,6 +95,12 @@ def test_capacity_is_the_largest_load_that_holds(needed: float) -> None:
     exact = 10 / needed * 0.95 / 0.9  # 0.95 of requests are good where no node is missing
     assert found <= exact * 1.0001
     assert found >= exact / 1.07
+
+
+@pytest.mark.parametrize("start", [1.0, 2 * MAX_FACTOR])
+def test_capacity_ends_where_everything_holds(start: float) -> None:
+    found = capacity(lambda deployment, factor: verdict(1.0), Deployment(1, 1), GOAL, start=start)
+    assert max(start, MAX_FACTOR) <= found <= 2 * MAX_FACTOR
 
 
 def test_capacity_is_zero_where_nothing_holds() -> None:
