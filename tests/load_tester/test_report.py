@@ -231,7 +231,7 @@ def test_an_output_check_needs_every_expected_output(tmp_path: Path, capsys: pyt
         assert command(server, *files) == DIFFERENT
     assert outputs_of(path) == COUNTS | {"expected": 30, "compared": 24, "unanswered": 6}
     said = capsys.readouterr()
-    assert "24 compared, 0 differ; 6 requests failed or were cut off" in said.err
+    assert "24 compared, 0 differ; 6 requests without a whole answer" in said.err
     assert outputs_verdict(COUNTS | {"expected": 1, "unanswered": 1}) == "NO OUTPUT WAS COMPARED."
     verdict = "NOT ALL EXPECTED OUTPUTS WERE COMPARED"
     assert verdict in said.out and f'<li class="bad">{verdict}' in (tmp_path / "r.html").read_text()

@@ -186,10 +186,14 @@ def test_a_trace_of_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_table_shows_the_figures() -> None:
-    found = run("--num-requests=20", "--rate=10", "--mix=chat:priority=1;batch:output=64")
+    found = run("--num-requests=20", "--rate=10", "--mix=chat:priority=1;batch:output=64", "--decode=2")
     lines = "\n".join(table(found))
     for word in ("row-steps", "20 sent, 20 answered", "time to first token", "end to end", "chat", "batch", "prefill"):
         assert word in lines
+    assert [line.split(", busy")[0] for line in lines.splitlines() if ", busy" in line] == [
+        "prefill     1 node",
+        "decode      2 nodes",
+    ]
     assert json.loads(json.dumps(found)) == found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from scripts.load_tester.reporting.formats import limit, milliseconds, per_second, percent
+from scripts.load_tester.reporting.formats import counted, limit, milliseconds, per_second, percent
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.planning.deployment import Deployment
 from scripts.simulator.planning.planner import LoadRow, PlanResult
@@ -67,10 +67,9 @@ def _wrapped(name: str, words: str) -> list[str]:
 
 
 def deployment_words(result: PlanResult, deployment: Deployment) -> str:
-    count = result.num_devices(deployment)
     price = result.price_per_hour(deployment)
     cost = f", {price:,.2f} $/h" if price else ""
-    return f"{deployment.words()} nodes, {count:,} device{'s' if count > 1 else ''}{cost}"
+    return f"{deployment.words()} nodes, {counted(result.num_devices(deployment), 'device')}{cost}"
 
 
 def verdict_words(verdict: Verdict) -> str:
