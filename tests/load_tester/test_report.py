@@ -147,7 +147,7 @@ def test_other_files_are_written_after_one_failed(
     with mock_server(tmp_path) as server:
         paths = [str(tmp_path / name) for name in ("r.json", "r.jsonl", "r.html")]
         assert command(server, "--json", paths[0], "--jsonl", paths[1], "--html", paths[2]) == FAILED
-    assert f"{paths[1]} could not be written: No space left on device" in capsys.readouterr().err
+    assert f"--jsonl {paths[1]} could not be written: No space left on device" in capsys.readouterr().err
     assert Path(paths[0]).exists() and Path(paths[2]).exists()
 
 
