@@ -215,6 +215,14 @@ def test_impossible_options_are_refused_by_name(words: list[str], sentence: str)
         config(*words)
 
 
+def test_a_replay_takes_no_other_option_but_for_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--replay=/nowhere", "--no-progress"]) == 2
+    assert "--replay: cannot read /nowhere" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--replay=/nowhere", "--rate=3"])
+    assert "--replay takes everything from the recording: remove --rate" in capsys.readouterr().err
+
+
 def test_the_command_prints_a_table_and_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     assert main(["--num-requests=5", "--rate=50", f"--json={file}"]) == 0
