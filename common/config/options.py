@@ -9,6 +9,7 @@ The ``__post_init__`` of a class checks combinations of fields.
 import dataclasses
 import difflib
 import math
+import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
@@ -161,13 +162,16 @@ def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any
     Raises:
         ConfigError: the file cannot be read, is not TOML, has a table that is not a command, or sets an option twice.
     """
+    commands = list(commands)
+    text = ""
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content = tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {reason_of(error)}") from error
     except tomllib.TOMLDecodeError as error:
+        _check_names(text, commands, path)
         raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
-    commands = list(commands)
     tables = {key: value for key, value in content.items() if isinstance(value, dict)}
     for name in tables:
         if name not in commands:
@@ -176,6 +180,18 @@ def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any
     for keys in (content, own):
         _check_spellings(keys, path)
     return {key: value for key, value in content.items() if key not in tables} | own
+
+
+def _check_names(text: str, commands: Iterable[str], path: str) -> None:
+    """Raises ConfigError: a key above all tables has the name of a table, which TOML forbids."""
+    above, *_ = re.split(r"^\s*\[", text, maxsplit=1, flags=re.MULTILINE)
+    for name in commands:
+        is_key = re.search(rf"^\s*{name}\s*=", above, re.MULTILINE)
+        if is_key and re.search(rf"^\s*\[\s*{name}\s*\]", text, re.MULTILINE):
+            raise ConfigError(
+                f"{name} in {path} is a key above all tables and the table [{name}]: put the key into the table of its "
+                "command, such as [serve]"
+            )
 
 
 def _check_spellings(keys: Iterable[str], path: str) -> None:
@@ -234,10 +250,10 @@ def _converted(found: Option, given: Any, source: str) -> Any:
 
 def _texts(given: Any, source: str) -> tuple[str, ...]:
     """Split into strings: a list (the flag more than once), or one string with commas."""
-    given = given if isinstance(given, list | tuple) else [given]
-    if not all(isinstance(text, str) for text in given):
+    texts = given if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"{source} must be a string or a list of strings, not {given!r}")
-    return tuple(part.strip() for text in given for part in text.split(",") if part.strip())
+    return tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
 
 
 def _a_kind(found: Option) -> str:

@@ -38,6 +38,7 @@ from common.engine.sampling.penalties import TokenHistory
 from common.engine.sampling.sampler import SamplingRow, sample
 from common.engine.sampling.token_masks import TokenMask
 from common.engine.tensor_parallel.rank_executor import OtherRanks
+from common.errors import ConfigError
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan, StepResult
 
@@ -163,11 +164,18 @@ class TorchExecutor:
         The other ranks have it too when this returns, and drop it some time after the last reference to it is gone.
 
         Raises:
-            ConfigError: as ``common.engine.models.lora.checkpoint.read_adapter``, or another rank cannot read it.
+            ConfigError: as ``common.engine.models.lora.checkpoint.read_adapter``, the device has too little memory for
+                it, or another rank cannot read it.
             RankLostError: another rank does not answer.
         """
         checkpoint = read_adapter(folder, self.model.adaptable, max_rank=max_rank, root=root)
-        adapter = self.model.make_lora(checkpoint)
+        try:
+            adapter = self.model.make_lora(checkpoint)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"{folder}: the device has too little memory for this adapter beside the model and its KV pages: lower "
+                f"--memory-fraction or --max-total-tokens, or load fewer adapters ({str(error).splitlines()[0]})"
+            ) from error
         if self._ranks is None:
             return adapter
         adapter = replace(adapter, number=next(self._adapter_numbers))

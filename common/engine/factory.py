@@ -62,21 +62,21 @@ def load_executor(
         make_model = load_model(config, dtype, place, weight_dtype=weight_dtype, shard=shard)
         num_pages = num_pages() if callable(num_pages) else num_pages
         pool = KVPool(layout, num_pages, place, groups=groups, num_window_pages=num_window_pages(num_pages))
+        model = make_model(None if ranks is None else ranks.join(pool))
+        backend = make_attention(attention, pool, model.config.num_heads, model.attention_params)
+        grammars = load_compiler(
+            config.tokenizer_folder or config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+        )
+        try:
+            return TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars, ranks=ranks)
+        except MemoryError as error:
+            raise ConfigError(
+                f"--context-length {config.context_length}: page tables do not fit into memory; lower it"
+            ) from error
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"--device {device} has too little memory for the model and its KV pages: lower --memory-fraction or "
             f"--max-total-tokens ({str(error).splitlines()[0]})"
-        ) from error
-    model = make_model(None if ranks is None else ranks.join(pool))
-    backend = make_attention(attention, pool, model.config.num_heads, model.attention_params)
-    grammars = load_compiler(
-        config.tokenizer_folder or config.folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
-    )
-    try:
-        return TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars, ranks=ranks)
-    except MemoryError as error:
-        raise ConfigError(
-            f"--context-length {config.context_length}: page tables do not fit into memory; lower it"
         ) from error
 
 

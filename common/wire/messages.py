@@ -644,6 +644,9 @@ class Resume(RequestMessage, frozen=True, tag="resume"):
 
     The transfer of its pages has an attempt number of its own: that of the request plus a multiple of ``RESUMED``. The
     gateway does not see it.
+
+    It has no objectives: its first token has been sent, and after the gap that it makes it would be late between two
+    tokens, so that ``edf`` would put it last.
     """
 
     prompt: tuple[Count, ...]

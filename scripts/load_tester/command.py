@@ -84,10 +84,10 @@ def _write_results(config: LoadtestConfig, report: Report) -> bool:
     from scripts.load_tester.reporting.html_report import write_html
 
     return write_files([
-        (config.json, lambda path: write_json(report.to_dict(), path)),
-        (config.jsonl, lambda path: write_jsonl(report.records, path)),
-        (config.html, lambda path: write_html([report], path)),
-        (config.svg, lambda path: write_svgs(run_charts(report), path)),
+        ("--json", config.json, lambda path: write_json(report.to_dict(), path)),
+        ("--jsonl", config.jsonl, lambda path: write_jsonl(report.records, path)),
+        ("--html", config.html, lambda path: write_html([report], path)),
+        ("--svg", config.svg, lambda path: write_svgs(run_charts(report), path)),
     ])  # fmt: skip
 
 

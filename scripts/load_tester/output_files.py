@@ -22,11 +22,11 @@ def say(*lines: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def write_files(writers: Sequence[tuple[str | None, Writer]]) -> bool:
-    """Write every file that has a path, even after a failure; return whether all were written."""
+def write_files(writers: Sequence[tuple[str, str | None, Writer]]) -> bool:
+    """Write the file of every flag that has a path, even after a failure; return whether all were written."""
     began_at = time.monotonic()
     written, has_all = [], True
-    for path, write in writers:
+    for flag, path, write in writers:
         if not path:
             continue
         try:
@@ -34,7 +34,7 @@ def write_files(writers: Sequence[tuple[str | None, Writer]]) -> bool:
             written.append(path)
         except (OSError, ValueError, OverflowError) as error:  # a full disk, or text that a format cannot hold
             has_all = False
-            print(f"loadtest: {path} could not be written: {reason_of(error)}", file=sys.stderr)
+            print(f"loadtest: {flag} {path} could not be written: {reason_of(error)}", file=sys.stderr)
     if written:
         say(f"written in {time.monotonic() - began_at:.1f} s: {', '.join(written)}")
     return has_all

@@ -124,9 +124,9 @@ def _write_results(config: LoadtestConfig, reports: list[Report], found: SearchR
     notes = search_notes(config, found) if found else []
     best = found.best if found else None
     return write_files([
-        (config.json, lambda path: write_json(_to_dict(reports, found), path)),
-        (config.html, lambda path: write_html(reports, path, found=notes, best_rate=best)),
-        (config.svg, lambda path: write_svgs(search_charts(reports), path)),
+        ("--json", config.json, lambda path: write_json(_to_dict(reports, found), path)),
+        ("--html", config.html, lambda path: write_html(reports, path, found=notes, best_rate=best)),
+        ("--svg", config.svg, lambda path: write_svgs(search_charts(reports), path)),
     ])  # fmt: skip
 
 

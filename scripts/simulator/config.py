@@ -186,7 +186,9 @@ class SimulateConfig(
 
     def __post_init__(self) -> None:
         if self.replay is not None:
-            options = [found for found in options_of(SimulateConfig).values() if found.name != "replay"]
+            options = [
+                found for found in options_of(SimulateConfig).values() if found.name not in ("replay", "progress")
+            ]
             others = [found.flag for found in options if getattr(self, found.name) != found.default]
             if others:
                 raise ConfigError(f"--replay takes everything from the recording: remove {', '.join(others)}")

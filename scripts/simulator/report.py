@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from scripts.load_tester.analysis.metrics import limited_gap, slo_limits
 from scripts.load_tester.analysis.stats import QUANTILES
-from scripts.load_tester.reporting.formats import milliseconds, per_second, percent
+from scripts.load_tester.reporting.formats import counted, milliseconds, per_second, percent
 from scripts.load_tester.reporting.sanitize import printable
 from scripts.load_tester.workload.request_classes import RequestClass
 from scripts.simulator.client import Outcome
@@ -303,7 +303,7 @@ def _role_lines(role: str, found: Figures) -> list[str]:
     per_step = found["rows"] / found["steps"] if found["steps"] else 0.0
     tokens = found["prompt_tokens"] / found["steps"] if found["steps"] else 0.0
     parts = [
-        f"{role:12}{found['count']:,} nodes, busy {percent(busy['mean'])} ({percent(busy['min'])} to "
+        f"{role:12}{counted(found['count'], 'node')}, busy {percent(busy['mean'])} ({percent(busy['min'])} to "
         f"{percent(busy['max'])}), pages in use {percent(found['pages_used'])}",
         f"{per_step:.1f} rows and {tokens:.1f} prompt tokens a step",
     ]

@@ -183,4 +183,4 @@ def test_a_sweep_writes_other_files_after_a_failure(tmp_path: Path, capsys: pyte
     with mock_server(tmp_path) as server:
         words = ["--url", server.url, "--sweep", "90", "--num-requests", "3", "--output-len", "1"]
         assert main([*words, "--json", "/dev/full", "--html", str(page)]) == FAILED
-    assert "/dev/full could not be written" in capsys.readouterr().err and page.exists()
+    assert "--json /dev/full could not be written" in capsys.readouterr().err and page.exists()

@@ -116,7 +116,7 @@ def test_an_endless_page_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_scraper, "MAX_PAGE", 1 << 20)
     with server(flood) as (url, _):
         found = scrape_for(LoadtestConfig(url=url, scrape=url))
-    assert found.since(0.0) == {} and "no metrics (HTTP 0)" in found.notes[0]
+    assert found.since(0.0) == {} and "no metrics (no usable response)" in found.notes[0]
 
 
 def test_a_page_without_metrics_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,10 +186,14 @@ def test_a_trace_of_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_table_shows_the_figures() -> None:
-    found = run("--num-requests=20", "--rate=10", "--mix=chat:priority=1;batch:output=64")
+    found = run("--num-requests=20", "--rate=10", "--mix=chat:priority=1;batch:output=64", "--decode=2")
     lines = "\n".join(table(found))
     for word in ("row-steps", "20 sent, 20 answered", "time to first token", "end to end", "chat", "batch", "prefill"):
         assert word in lines
+    assert [line.split(", busy")[0] for line in lines.splitlines() if ", busy" in line] == [
+        "prefill     1 node",
+        "decode      2 nodes",
+    ]
     assert json.loads(json.dumps(found)) == found
 
 
@@ -209,6 +213,14 @@ def test_the_table_shows_the_figures() -> None:
 def test_impossible_options_are_refused_by_name(words: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         config(*words)
+
+
+def test_a_replay_takes_no_other_option_but_for_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--replay=/nowhere", "--no-progress"]) == 2
+    assert "--replay: cannot read /nowhere" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--replay=/nowhere", "--rate=3"])
+    assert "--replay takes everything from the recording: remove --rate" in capsys.readouterr().err
 
 
 def test_the_command_prints_a_table_and_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
         ranks=ranks if config.tp > 1 else None,
     )
     _populate(executor.pool)
-    executor.warm_up()
+    _warm_up(executor)
     if batch_sizes:
         _capture_graphs(executor, batch_sizes)
         check_left(reserve, free_bytes(device))
@@ -205,6 +205,18 @@ def _plan_graphs(
     if conflict and device != "cpu":
         log.info("no CUDA graphs: %s", conflict)
     return plan_graphs(config, conflict, capacity.num_slots)
+
+
+def _warm_up(executor: "TorchExecutor") -> None:
+    import torch
+
+    try:
+        executor.warm_up()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the device has too little memory for a step beside the model and its KV pages: lower --memory-fraction or "
+            f"--max-total-tokens ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _capture_graphs(executor: "TorchExecutor", batch_sizes: Sequence[int]) -> None:

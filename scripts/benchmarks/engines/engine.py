@@ -57,6 +57,7 @@ from scripts.benchmarks.peers.paged_transformers import paged_model
 from scripts.benchmarks.peers.peer import Peer, Workload, parse_peers
 from scripts.benchmarks.peers.transformers_peer import TransformersPeer
 from scripts.benchmarks.peers.vllm_peer import VllmPeer
+from scripts.load_tester.reporting.formats import counted
 
 SHORTEST = ("--layers=1", "--prefill=64", "--batch=1", "--new-tokens=4", "--rounds=1", "--threads=1")
 #: Qwen3-0.6B; and the same with experts in each layer, as those of Qwen3-30B-A3B: 0.3 GB for a layer in bfloat16.
@@ -542,8 +543,8 @@ def experts_read(executor: TorchExecutor, run: Callable[[], object]) -> float | 
 def heading(options: Options, limits: MachineLimits, engines: Engines) -> str:
     names = [peer.name for peer in engines.peers] + ([] if engines.library is None else [LIBRARY])
     return (
-        f"\n{options.layers} layers of the shape {options.shape}, {options.dtype}, {options.device}, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
+        f"\n{counted(options.layers, 'layer')} of the shape {options.shape}, {options.dtype}, {options.device}, "
+        f"{counted(torch.get_num_threads(), 'thread')}, torch {torch.__version__}\n"
         f"limits: memory {limits.read_bytes_per_s / 1e9:.1f} GB/s, products {limits.flops_per_s / 1e9:.0f} GFLOP/s\n"
         f"{'tokens/s':<18}{'ours':>10}{'limit':>10}{'of limit':>10}"
         + "".join(f"{name:>14}{'ratio':>8}" for name in names)

@@ -28,6 +28,7 @@ from common.engine.sampling.grammar import GrammarCompiler, token_ids
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 from scripts.benchmarks.engines import engine
+from scripts.load_tester.reporting.formats import counted
 
 SHORTEST = ("--layers=1", "--batch=2", "--new-tokens=4", "--rounds=1")
 MARK = 1.05
@@ -94,7 +95,8 @@ def run(options: Options) -> dict[str, float]:
     load_s = time.perf_counter() - started_at
     compiler = GrammarCompiler(tokenizer, token_ids(vocabulary.text))
     figures = {"tokenizer, s": load_s}
-    print(f"{NUM_TOKENS:,} tokens, {options.layers} layers, {options.device}, {torch.get_num_threads()} threads")
+    layers, threads = counted(options.layers, "layer"), counted(torch.get_num_threads(), "thread")
+    print(f"{NUM_TOKENS:,} tokens, {layers}, {options.device}, {threads}")
     print(f"the tokenizer loads in {load_s:.2f} s\n")
     figures |= measure_masks(compiler, config.vocab_size, options)
     executor = make_executor(config, compiler, options)

@@ -31,6 +31,7 @@ from common.errors import ConfigError
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 from scripts.benchmarks.engines.engine import linear_parameters, model_shape
+from scripts.load_tester.reporting.formats import counted
 
 SHORTEST = ("--layers=2", "--batch=3", "--context=64")
 PAGE_SIZE = 16
@@ -87,7 +88,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
-    print(f"{options.layers} layers of Qwen3-0.6B's shape, {options.dtype}, {options.context} tokens of context")
+    layers = counted(options.layers, "layer")
+    print(f"{layers} of Qwen3-0.6B's shape, {options.dtype}, {options.context} tokens of context")
     columns = ("launches", "with graph", "syncs", "to device, B", "moved, MB", "least, MB", "ratio")
     print(f"{'':<18}" + "".join(f"{name:>13}" for name in columns), flush=True)
     figures: dict[str, float] = {}

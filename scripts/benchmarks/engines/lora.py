@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 from scripts.benchmarks.engines import engine
+from scripts.load_tester.reporting.formats import counted
 
 SHORTEST = ("--layers=1", "--prefill=64", "--batch=4", "--new-tokens=4", "--rounds=1")
 Options = argparse.Namespace  # the fields of `add_options`
@@ -48,9 +49,10 @@ def run(options: Options) -> dict[str, float]:
         adapter = random_adapter(config, options.rank)
         executor.adapters[name] = executor.model.make_lora(adapter)
     columns = {"none": [""], "one": names[:1], f"{options.adapters}": names}
+    layers, threads = counted(options.layers, "layer"), counted(torch.get_num_threads(), "thread")
     print(
-        f"{options.layers} layers of Qwen3-0.6B's shape, {options.dtype}, {torch.get_num_threads()} threads, rank "
-        f"{options.rank}\n{'tokens/s, adapters:':<24}" + "".join(f"{name:>12}" for name in columns) + f"{'price':>10}"
+        f"{layers} of Qwen3-0.6B's shape, {options.dtype}, {threads}, rank {options.rank}\n"
+        f"{'tokens/s, adapters:':<24}" + "".join(f"{name:>12}" for name in columns) + f"{'price':>10}"
     )
     figures: dict[str, float] = {}
     for kind, counts, make in (("prefill", options.prefill, prefill_run), ("decode batch", options.batch, decode_run)):

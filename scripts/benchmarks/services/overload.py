@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from scripts.benchmarks.harness.service_fixture import running_service
+from scripts.load_tester.reporting.formats import counted
 
 SHORTEST = ("--seconds=2", "--window=1", "--clients=20")
 #: On a busy machine every answer may be late; then the answers are counted nevertheless.
@@ -142,7 +143,7 @@ class Overload:
             sum(start <= at - storm_at < start + window_s for at in self.ended_at) / window_s
             for start in (i * window_s for i in range(int(seconds / window_s)))
         ]
-        print(f"{self._options.clients} clients: {before:.1f}/s, {before / capacity:.2f} of the capacity")
+        print(f"{counted(self._options.clients, 'client')}: {before:.1f}/s, {before / capacity:.2f} of the capacity")
         shown = ", ".join(f"{goodput:.1f}" for goodput in windows)
         print(f"after all left and came back: {shown}/s in windows of {window_s:g} s; {self._counted()}")
         after = statistics.mean(windows[1:] or windows)

@@ -46,6 +46,7 @@ from scripts.benchmarks.services.cpu_quota import MAX_PERCENT, MIN_PERCENT, cpu_
 from scripts.benchmarks.services.gateways.client import Connection, http_post, is_complete
 from scripts.benchmarks.services.gateways.many_nodes import Order, Report, run_nodes
 from scripts.benchmarks.services.gateways.processes import pinned_process
+from scripts.load_tester.reporting.formats import counted
 
 SHORTEST = (
     "--pairing-nodes=10,100", "--choices=50", "--nodes=20", "--in-flight=200", "--batch=4", "--seconds=1.5",
@@ -461,7 +462,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
                 pipe.send(None)
             process.join(10.0)
             process.kill()
-    print(f"{len(_all_cores())} cores, at most {num_files:,} open files in each process")
+    print(f"{counted(len(_all_cores()), 'core')}, at most {num_files:,} open files in each process")
     return table.figures
 
 

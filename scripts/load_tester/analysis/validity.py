@@ -13,6 +13,7 @@ from scripts.load_tester.analysis import stats
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.client.client_pool import LoadResult
 from scripts.load_tester.config import LoadtestConfig
+from scripts.load_tester.reporting.formats import counted
 from scripts.load_tester.workload.schedule import unit_arrivals
 
 MIN_FOR_TEST = 20
@@ -130,7 +131,7 @@ def verdict(
     if not records:
         return ["no request was measured"]
     if missing:
-        reasons.append(f"{missing} scheduled requests were never sent")
+        reasons.append(f"{counted(missing, 'scheduled request')} never went out")
     late = arrivals["lateness"]["p99"]
     if late > config.lateness_s:
         limit = config.lateness_s * 1e3

@@ -60,8 +60,8 @@ class MetricsScraper:
                     self._keep(at, row)
                 elif not self._rows:
                     if config.scrape != "auto":
-                        why = "no metrics on that page" if status == 200 else f"no metrics (HTTP {status})"
-                        self.notes.append(f"--scrape {config.scrape}: {why}")
+                        why = {200: "on that page", 0: "(no usable response)"}.get(status, f"(HTTP {status})")
+                        self.notes.append(f"--scrape {config.scrape}: no metrics {why}")
                     return
                 await asyncio.sleep(max(0.0, at + self._interval_s - time.monotonic()))
         finally:

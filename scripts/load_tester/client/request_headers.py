@@ -80,7 +80,7 @@ def client_setup(config: LoadtestConfig) -> Setup:
     try:
         address = resolve_host(host, port)
     except OSError as error:
-        raise ConfigError(f"--url {config.url}: {error}") from None
+        raise ConfigError(f"--url {config.url}: {reason_of(error)}") from None
     path = parts.path.rstrip("/").removesuffix("/v1") + PATHS[config.endpoint]
     fields = {
         "Host": parts.netloc.rpartition("@")[2],

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from scripts.load_tester.reporting.formats import NO_VALUE, milliseconds, per_second, percent
+from scripts.load_tester.reporting.formats import NO_VALUE, counted, milliseconds, per_second, percent
 from scripts.load_tester.reporting.headline import MAX_KNOWN_BEFORE, describe_outputs
 from scripts.load_tester.reporting.report import Report
 
@@ -117,14 +117,14 @@ def _token_facts(report: Report) -> list[Fact]:
             )
         )
     if tokens["usage_mismatches"]:
-        value = f"differs in {tokens['usage_mismatches']:,} responses"
+        value = f"differs in {counted(tokens['usage_mismatches'], 'response')}"
         found.append(Fact("usage", value, "the server's count of tokens against the tokens received"))
     if tokens["input_said"] and tokens["input_asked"] and tokens["input_said"] != tokens["input_asked"]:
-        value = f"{tokens['input_asked']:,} tokens sent, {tokens['input_said']:,} by the server's count"
+        value = f"{counted(tokens['input_asked'], 'token')} sent, {tokens['input_said']:,} by the server's count"
         found.append(Fact("prompts", value, "a chat template or another tokenizer adds tokens"))
     if tokens["other_length_than_asked"]:
-        value = f"{tokens['other_length_than_asked']:,} responses"
-        found.append(Fact("lengths", value, "have another number of tokens than asked for"))
+        value = counted(tokens["other_length_than_asked"], "response")
+        found.append(Fact("lengths", value, "with another number of tokens than asked for"))
     if report.outputs:
         found.append(Fact("outputs", describe_outputs(report.outputs), "against --expect-file"))
     return found

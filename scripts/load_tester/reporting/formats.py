@@ -32,6 +32,11 @@ def per_second(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def counted(count: int, thing: str) -> str:
+    """A number of things, such as "1 node" and "2 nodes"."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def interval(ends: Sequence[float | None] | None) -> str:
     """A 95 % interval of a duration in milliseconds, in words; empty if neither end is known."""
     low, high = ends or (None, None)

@@ -6,7 +6,7 @@ from typing import Literal
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.analysis.stats import QUANTILES, UNBOUNDED
 from scripts.load_tester.config import has_limits
-from scripts.load_tester.reporting.formats import NO_VALUE, interval, limit, milliseconds, per_second, percent
+from scripts.load_tester.reporting.formats import NO_VALUE, counted, interval, limit, milliseconds, per_second, percent
 from scripts.load_tester.reporting.report import Report
 
 Tone = Literal["good", "warn", "bad", ""]
@@ -128,7 +128,7 @@ def _missed(report: Report, name: str) -> str:
     """How many requests break a limit of the run; empty if classes have limits of their own."""
     if name not in report.service["limits_s"] or "slo-" in (report.config.get("mix") or ""):
         return ""
-    return f"{report.service['misses'].get(name, 0):,} of {report.num_measured:,} requests over the limit"
+    return f"{report.service['misses'].get(name, 0):,} of {counted(report.num_measured, 'request')} over the limit"
 
 
 def reaches_objective(report: Report) -> bool:
@@ -171,8 +171,8 @@ def alerts(report: Report) -> list[Alert]:
 def _failures(report: Report) -> str:
     kinds = report.errors["kinds"]
     named = ", ".join(f"{name} x {count:,}" for name, count in list(kinds.items())[:MAX_KINDS])
-    more = f" and {len(kinds) - MAX_KINDS:,} more kinds" if len(kinds) > MAX_KINDS else ""
-    some = f"{report.errors['count']:,} of {report.num_measured:,} requests"
+    more = f" and {counted(len(kinds) - MAX_KINDS, 'more kind')}" if len(kinds) > MAX_KINDS else ""
+    some = f"{report.errors['count']:,} of {counted(report.num_measured, 'request')}"
     example = report.errors["examples"].get(next(iter(kinds)), "")
     example = example if len(example) <= MAX_EXAMPLE else example[:MAX_EXAMPLE] + "…"
     said = f" ({example})" if example else ""
@@ -186,7 +186,7 @@ def small_sample(report: Report) -> str:
     if not count or not beyond:
         return ""
     names = " and ".join([", ".join(beyond[:-1]), beyond[-1]] if len(beyond) > 1 else beyond)
-    few = "With 1 request" if count == 1 else f"With {count:,} requests"
+    few = f"With {counted(count, 'request')}"
     return f"{few}, {names} rest on the slowest few: another run may differ widely."
 
 
@@ -199,11 +199,11 @@ def describe_outputs(outputs: Figures) -> str:
     as_text = f" ({outputs['by_text']:,} as text, without token ids)" if outputs["by_text"] else ""
     parts = [f"{outputs['compared']:,} compared{as_text}, {outputs['differ']:,} differ"]
     if outputs["unanswered"]:
-        parts.append(f"{outputs['unanswered']:,} requests failed or were cut off")
+        parts.append(f"{counted(outputs['unanswered'], 'request')} without a whole answer")
     if outputs["not_sent"]:
         parts.append(f"{outputs['not_sent']:,} of {outputs['expected']:,} prompts in the file were never sent")
     if outputs["not_expected"]:
-        parts.append(f"{outputs['not_expected']:,} requests are not in the file")
+        parts.append(f"{counted(outputs['not_expected'], 'request')} not in the file")
     return "; ".join(parts)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.analysis.stage_timeline import stage_shares
 from scripts.load_tester.reporting.diagnostics import facts
-from scripts.load_tester.reporting.formats import milliseconds, percent
+from scripts.load_tester.reporting.formats import counted, milliseconds, percent
 from scripts.load_tester.reporting.headline import alerts, objective, tiles
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.reporting.sanitize import printable
@@ -121,7 +121,7 @@ def _error_lines(errors: Figures) -> list[str]:
         example = example if len(example) <= MAX_MESSAGE else example[:MAX_MESSAGE] + "…"
         rows.append(("failure", f"{printable(name)} x {count:,}{': ' + example if example else ''}"))
     if len(errors["kinds"]) > MAX_KINDS:
-        rows.append(("failure", f"and {len(errors['kinds']) - MAX_KINDS:,} more kinds"))
+        rows.append(("failure", f"and {counted(len(errors['kinds']) - MAX_KINDS, 'more kind')}"))
     return _named(rows)
 
 

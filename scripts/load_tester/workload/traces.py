@@ -21,6 +21,7 @@ import numpy as np
 
 from common.config.scheduling import MAX_PRIORITY
 from common.errors import ConfigError, reason_of
+from scripts.load_tester.reporting.formats import counted
 from scripts.load_tester.workload.lengths import MAX_LENGTH
 from scripts.load_tester.workload.planned_request import (
     HASH,
@@ -90,7 +91,7 @@ def read_trace(path: str, unit: str = "auto") -> Trace:
     notes: list[str] = []
     kept = [row for row in rows if row.extra or (row.num_input > 0 and row.num_output > 0)]
     if len(kept) < len(rows):
-        notes.append(f"{len(rows) - len(kept)} of {len(rows)} rows without tokens left out")
+        notes.append(f"{len(rows) - len(kept):,} of {counted(len(rows), 'row')} without tokens left out")
     if not kept:
         raise ConfigError(f"--trace {path} holds no request")
     found = _with_times(kept, name, unit, notes, path)
@@ -103,7 +104,7 @@ def _with_times(rows: list[TraceRow], name: str, unit: str, notes: list[str], pa
     if not all(map(math.isfinite, instants)):
         raise ConfigError(f"--trace {path}: a timestamp is not a finite number")
     if not instants:
-        notes.append(f"{len(rows):,} requests, format {name}, without timestamps")
+        notes.append(f"{counted(len(rows), 'request')}, format {name}, without timestamps")
         return ""
     if len(instants) < len(rows):
         raise ConfigError(f"--trace {path}: some lines have a timestamp and some do not")
@@ -119,7 +120,8 @@ def _with_times(rows: list[TraceRow], name: str, unit: str, notes: list[str], pa
         raise ConfigError(f"--trace {path}: its timestamps span {span:.3g} s: check --trace-unit")
     rate = f", {len(rows) / span:.3g} requests/s" if span else ""
     how = "detected" if unit == "auto" else "given"
-    notes.insert(0, f"{len(rows):,} requests over {span:,.1f} s{rate}; format {name}, timestamps in {found} ({how})")
+    pace = f"{counted(len(rows), 'request')} over {span:,.1f} s{rate}"
+    notes.insert(0, f"{pace}; format {name}, timestamps in {found} ({how})")
     return found
 
 
@@ -321,7 +323,7 @@ def _scale(at: Any, replay: ReplayOptions, notes: list[str]) -> float:
         scale = replay.time_scale
     if natural:
         pace = f"over {span * scale:,.1f} s (time x {scale:.4g}): {natural / scale:.3g}/s"
-        notes.append(f"{len(at):,} requests replayed {pace}")
+        notes.append(f"{counted(len(at), 'request')} replayed {pace}")
     return scale
 
 

@@ -17,6 +17,7 @@ from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.client.request_headers import common_headers
 from scripts.load_tester.client.server_info import ServerInfo, fetch_server_info, get_json
 from scripts.load_tester.config import LoadtestConfig
+from scripts.load_tester.reporting.formats import counted
 from scripts.load_tester.run import run_load
 from scripts.simulator.calibration.fit import TooFewSamples
 from scripts.simulator.calibration.samples import Samples, StreamedRequest
@@ -186,18 +187,18 @@ class Driver:
             batches = []
         beside_s = BESIDE_SHARE * seconds if batches else 0.0
         for batch in self._batches:
-            self._say(f"{batch} outputs at once")
+            self._say(f"{counted(batch, 'output')} at once")
             share_s = ((1 - ALONE_SHARE) * seconds - beside_s) / len(self._batches)
             samples.add_together(self._send_batch(batch, share_s))
         for batch in batches:
-            self._say(f"prompts beside {batch} outputs")
+            self._say(f"prompts beside {counted(batch, 'output')}")
             samples.add_beside(*self._send_beside(batch, beside_s / len(batches)))
 
     def measure_decode_nodes(self, seconds: float) -> None:
         """Send outputs to two decode nodes, of which each computes half."""
         batches = self._batches_beside()
         for batch in batches:
-            self._say(f"{batch} outputs at once on each of two decode nodes")
+            self._say(f"{counted(batch, 'output')} at once on each of two decode nodes")
             self.samples.add_on_two_nodes(self._send_pairs(batch, seconds / len(batches)))
 
     def _batches_beside(self) -> list[int]:
@@ -233,7 +234,7 @@ class Driver:
         # A step that is quick by comparison, so that no output ends before its time. Tokens may have come all at once.
         steps_s = [one.seconds for one in self.samples.steps if one.num_rows <= batch and one.seconds > 0]
         if not steps_s:
-            raise TooFewSamples(f"0 decode steps of at most {batch} outputs were measured")
+            raise TooFewSamples(f"0 decode steps of at most {counted(batch, 'output')} were measured")
         step_s = float(np.quantile(steps_s, 0.25))
         room = (size.pool_tokens // 2 or MAX_PROMPT) // batch
         num_output = max(BATCH_OUTPUT, min(int(seconds / step_s), room - first, size.context_length // 2))

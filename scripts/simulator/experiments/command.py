@@ -21,12 +21,21 @@ def experiment_command(config: SimulateConfig) -> int:
 
     def tell(one: Measured) -> None:
         if config.progress:
-            words = f"{one.case.name}, {one.variant.name}: {one.rate:.3g} requests/s per device"
+            over = "over " if one.is_open else ""
+            words = f"{one.case.name}, {one.variant.name}: {over}{one.rate:.3g} requests/s per device"
             print(words, file=sys.stderr, flush=True)
 
     processes = config.plan_processes or os.cpu_count() or 1
     measured = run_experiment(experiment, config, num_processes=processes, on_measured=tell)
-    rows = [{"case": m.case.name, "variant": m.variant.name, "requests_per_s_per_device": m.rate} for m in measured]
+    rows = [
+        {
+            "case": one.case.name,
+            "variant": one.variant.name,
+            "requests_per_s_per_device": one.rate,
+            "holds_at_all_rates_tried": one.is_open,
+        }
+        for one in measured
+    ]
     content = {"claim": experiment.claim, "measured": rows}
     is_written = write_report(config.json, "--json", lambda: json.dumps(content, indent=2) + "\n")
     say(*lines_of(experiment, measured))

@@ -7,7 +7,7 @@ from scripts.simulator.config import SimulateConfig
 from scripts.simulator.experiments.cases import Case, Experiment, Variant
 from scripts.simulator.planning.deployment import Deployment
 from scripts.simulator.planning.evaluation import Evaluator
-from scripts.simulator.planning.search import Evaluate, Goal, capacity
+from scripts.simulator.planning.search import MAX_FACTOR, Evaluate, Goal, capacity
 from scripts.simulator.planning.windows import windows_of
 
 #: The share of requests within objectives is what counts, not how sure it is: both sides have the same requests.
@@ -18,11 +18,16 @@ DRAWN = ("input_len", "output_len", "prefix_len", "prefix_groups")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The highest rate of a variant, in requests per second and device; 0 if it holds the objectives at none."""
+    """The highest rate of a variant, in requests per second and device; 0 if it holds the objectives at none.
+
+    Attributes:
+        is_open: whether it holds them at every rate that was tried, so that the highest is not known.
+    """
 
     case: Case
     variant: Variant
     rate: float
+    is_open: bool = False
 
 
 def case_config(config: SimulateConfig, case: Case, variant: Variant) -> SimulateConfig:
@@ -53,7 +58,8 @@ def run_experiment(
 
 def measure(case: Case, variant: Variant, evaluate: Evaluate, goal: Goal) -> Measured:
     deployment: Deployment = variant.deployment
-    return Measured(case, variant, case.rate * capacity(evaluate, deployment, goal))
+    factor = capacity(evaluate, deployment, goal)
+    return Measured(case, variant, case.rate * factor, is_open=factor >= MAX_FACTOR)
 
 
 def _pairs(experiment: Experiment) -> Iterator[tuple[Case, Variant]]:
@@ -67,11 +73,12 @@ def lines_of(experiment: Experiment, measured: list[Measured]) -> list[str]:
     lines = [experiment.claim, ""]
     for case in experiment.cases:
         own = [one for one in measured if one.case is case]
-        baseline = next((one.rate for one in own if one.variant.is_baseline), 0.0)
+        baseline = next((one.rate for one in own if one.variant.is_baseline and not one.is_open), 0.0)
         lines.append(f"{case.name:40}{'requests/s per device':>22}{'ratio':>8}")
         for one in own:
-            ratio = f"{one.rate / baseline:.2f}" if baseline else "-"
-            lines.append(f"  {one.variant.name:38}{one.rate:>22.3g}{ratio:>8}")
+            rate = f"over {one.rate:.3g}" if one.is_open else f"{one.rate:.3g}"
+            ratio = f"{one.rate / baseline:.2f}" if baseline and not one.is_open else "-"
+            lines.append(f"  {one.variant.name:38}{rate:>22}{ratio:>8}")
         lines += [f"  {_summary(own)}", ""]
     return lines[:-1]
 
@@ -80,6 +87,8 @@ def _summary(own: list[Measured]) -> str:
     """The best separate nodes against the best colocated ones."""
     pools = [one for one in own if one.variant.deployment.settings.is_colocated]
     others = [one for one in own if not one.variant.deployment.settings.is_colocated]
+    if any(one.is_open for one in own):
+        return "requests are too few to find the highest rate: raise --plan-requests"
     best_pool, best = max(pools, key=lambda one: one.rate), max(others, key=lambda one: one.rate)
     if not best_pool.rate or not best.rate:
         return "one side holds the objectives at no rate that was tried"

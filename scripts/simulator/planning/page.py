@@ -18,7 +18,7 @@ from scripts.simulator.planning.report import (
     objective_words,
     verdict_words,
 )
-from scripts.simulator.planning.search import Found
+from scripts.simulator.planning.search import MAX_FACTOR, Found
 from scripts.simulator.planning.verdict import Verdict
 
 Verdicts = Mapping[tuple[Deployment, float], Verdict]
@@ -82,7 +82,8 @@ def _tiles(result: PlanResult, chosen: Found) -> list[Tile]:
         ]
     own = result.capacities[0][1] if result.capacities else 0.0
     for one, factor in result.capacities:
-        name = "Holds up to" if one == deployment else f"With {one.words()}"
+        most = "Holds over" if own >= MAX_FACTOR else "Holds up to"
+        name = most if one == deployment else f"With {one.words()}"
         gain = f"{factor - 1:+.0%} against the load" if one == deployment or not own else f"{factor / own - 1:+.0%}"
         tiles.append(Tile(name, per_second(factor * result.load.requests_per_s), RATE, gain))
     return tiles

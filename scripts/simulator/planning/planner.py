@@ -11,7 +11,7 @@ from scripts.simulator.hardware.node_model import NodeModel
 from scripts.simulator.planning import estimate
 from scripts.simulator.planning.deployment import Deployment, Local, Settings
 from scripts.simulator.planning.estimate import LoadSize
-from scripts.simulator.planning.search import Evaluate, Found, Goal, best_settings, capacity, fewest, tune
+from scripts.simulator.planning.search import MAX_FACTOR, Evaluate, Found, Goal, best_settings, capacity, fewest, tune
 
 #: Loads, as multiples of the given one, at which separate and colocated nodes are compared.
 FACTORS = (0.25, 0.5, 1.0, 2.0)
@@ -72,7 +72,8 @@ class PlanResult:
         best: the fewest devices of prefill and decode nodes; None if nothing holds the objectives.
         colocated: the fewest of a pool whose nodes do both.
         rows: both at several loads, in order.
-        capacities: factor of the load that holds, by what is deployed: the plan, and it with one node more.
+        capacities: factor of the load that holds, by what is deployed: the plan, and it with one node more. If the plan
+            holds ``MAX_FACTOR``, the search ends there.
         why: why nothing was found.
     """
 
@@ -243,6 +244,8 @@ class Planner:
         deployment = chosen.deployment
         own = capacity(self._evaluate, deployment, self._goal)
         yield deployment, own
+        if own >= MAX_FACTOR:  # nor would it be found with one node more
+            return
         for kind in deployment.settings.kinds:
             more = deployment.plus(kind)
             yield more, capacity(self._evaluate, more, self._goal, start=max(1.0, own))

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from scripts.load_tester.reporting.formats import limit, milliseconds, per_second, percent
+from scripts.load_tester.reporting.formats import counted, limit, milliseconds, per_second, percent
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.planning.deployment import Deployment
 from scripts.simulator.planning.planner import LoadRow, PlanResult
-from scripts.simulator.planning.search import Found
+from scripts.simulator.planning.search import MAX_FACTOR, Found
 from scripts.simulator.planning.verdict import Verdict
 
 WIDTH, INDENT = 80, 12
@@ -67,10 +67,10 @@ def _wrapped(name: str, words: str) -> list[str]:
 
 
 def deployment_words(result: PlanResult, deployment: Deployment) -> str:
-    count = result.num_devices(deployment)
     price = result.price_per_hour(deployment)
     cost = f", {price:,.2f} $/h" if price else ""
-    return f"{deployment.words()} nodes, {count:,} device{'s' if count > 1 else ''}{cost}"
+    nodes = "node" if deployment.num_nodes == 1 else "nodes"
+    return f"{deployment.words()} {nodes}, {counted(result.num_devices(deployment), 'device')}{cost}"
 
 
 def verdict_words(verdict: Verdict) -> str:
@@ -126,6 +126,8 @@ def crossing_words(result: PlanResult) -> str:
 def _capacity_words(result: PlanResult, deployment: Deployment, factor: float) -> str:
     rate = factor * result.load.requests_per_s
     own = result.capacities[0][1]
+    if own >= MAX_FACTOR:
+        return f"{deployment.words()} hold over {per_second(rate)} requests/s, the last load that was tried"
     if deployment == result.capacities[0][0]:
         return f"{deployment.words()} hold up to {per_second(rate)} requests/s, {factor - 1:+.0%}"
     gain = f"{factor / own - 1:+.0%}" if own else "-"

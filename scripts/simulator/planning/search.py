@@ -144,21 +144,22 @@ def tune(evaluate: Evaluate, found: Found, variants: Iterable[Settings], goal: G
 def capacity(evaluate: Evaluate, deployment: Deployment, goal: Goal, *, start: float = 1.0) -> float:
     """The largest factor of the load at which a deployment holds the objectives; 0 if it holds at none that was tried.
 
+    It is ``MAX_FACTOR`` or more if it holds at all that were tried.
+
     Args:
         start: a factor at which to begin.
     """
     low, high = 0.0, 0.0
-    factor = start
     if goal.is_held(evaluate(deployment, start)):
-        while not high and factor < MAX_FACTOR:
-            low, factor = factor, factor * CAPACITY_STEP
-            high = 0.0 if goal.is_held(evaluate(deployment, factor)) else factor
+        low = start
+        while not high and low < MAX_FACTOR:
+            factor = low * CAPACITY_STEP
+            low, high = (factor, 0.0) if goal.is_held(evaluate(deployment, factor)) else (low, factor)
     else:
         high = start
-        while not low and factor > start / MAX_FACTOR:
-            factor /= CAPACITY_STEP
-            low = factor if goal.is_held(evaluate(deployment, factor)) else 0.0
-            high = high if low else factor
+        while not low and high > start / MAX_FACTOR:
+            factor = high / CAPACITY_STEP
+            low, high = (factor, high) if goal.is_held(evaluate(deployment, factor)) else (0.0, factor)
     while low and high and high / low - 1 > CAPACITY_TOLERANCE:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if goal.is_held(evaluate(deployment, middle)) else (low, middle)

@@ -24,7 +24,7 @@ def windows_of(config: SimulateConfig, *, num_windows: int, num_requests: int) -
     low, high = config.window
     instants = [row.at or 0.0 for row in trace.rows if low <= (row.at or 0.0) < high]
     if not instants or instants[-1] <= instants[0]:
-        raise ConfigError("--plan needs requests at different instants: check --trace and --trace-window")
+        raise ConfigError("--trace needs requests at different instants: check it, and --trace-window")
     scale = config.time_scale
     if config.rate is not None:
         scale = (len(instants) - 1) / (instants[-1] - instants[0]) / _rate(config)

@@ -82,6 +82,11 @@ def test_one_file_serves_several_commands_by_their_tables(file):
             "control-port = 1\ncontrol_port = 2",
             "control-port and control_port in .* are the same option; leave one out",
         ),
+        (
+            "prefill = 2\n[prefill]\nport = 1",
+            r"^prefill in .* is a key .* and the table \[prefill\]: .* such as \[serve\]",
+        ),
+        ("prefill = 2", "^prefill in .* must be a string or a list of strings, not 2$"),
         ("[gateway]\napi_key = 'a'\napi-key = 'b'", "api_key and api-key in .* are the same option; leave one out"),
     ],
 )

@@ -308,7 +308,7 @@ def test_a_service_whose_tokens_come_all_at_once_gives_too_few_samples(num_token
 
     server = ServerInfo("m", 4_096, "baton", {})
     driver = BufferedDriver(LoadtestConfig(), server, ServiceSize("m", 512), lambda words: None)
-    with pytest.raises(TooFewSamples, match="0 decode steps of at most 1 outputs"):
+    with pytest.raises(TooFewSamples, match="0 decode steps of at most 1 output "):
         driver.measure_round(10.0)
 
 

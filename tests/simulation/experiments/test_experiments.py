@@ -82,6 +82,17 @@ def test_rates_are_shown_against_the_baseline() -> None:
     assert [line.split()[-1] for line in lines[3:-1]] == ["1.00", "2.00", "0.50", "1.50", "3.00", "0.00"]
 
 
+def test_a_rate_that_requests_are_too_few_to_find_is_not_shown_as_the_highest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(command.EXPERIMENTS, "distserve", SMALL)  # type: ignore[misc]
+    words = ["--plan-windows=3", "--plan-requests=3", "--plan-processes=1", "--no-progress"]
+    assert main(["--experiment=distserve", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-3:] for line in lines[3:5]] == [["over", "1.39e+03", "-"]] * 2
+    assert lines[5] == "  requests are too few to find the highest rate: raise --plan-requests"
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

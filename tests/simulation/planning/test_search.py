@@ -11,8 +11,8 @@ from scripts.simulator.hardware.node_model import NodeModel
 from scripts.simulator.planning.deployment import Deployment, Settings
 from scripts.simulator.planning.estimate import LoadSize, RequestSize
 from scripts.simulator.planning.planner import FACTORS, Choices, LoadRow, Objective, Planner, PlanResult
-from scripts.simulator.planning.report import crossing_words, short_words
-from scripts.simulator.planning.search import Found, Goal, best_settings, capacity, fewest, tune
+from scripts.simulator.planning.report import crossing_words, plan_lines, short_words
+from scripts.simulator.planning.search import MAX_FACTOR, Found, Goal, best_settings, capacity, fewest, tune
 from scripts.simulator.planning.verdict import Verdict, WindowResult, is_hopeless, judge
 
 GOAL = Goal(share=0.9, confidence=0.8, max_devices=500)
@@ -97,8 +97,28 @@ def test_capacity_is_the_largest_load_that_holds(needed: float) -> None:
     assert found >= exact / 1.07
 
 
+@pytest.mark.parametrize("start", [1.0, 2 * MAX_FACTOR])
+def test_capacity_ends_where_everything_holds(start: float) -> None:
+    found = capacity(lambda deployment, factor: verdict(1.0), Deployment(1, 1), GOAL, start=start)
+    assert max(start, MAX_FACTOR) <= found <= 2 * MAX_FACTOR
+
+
 def test_capacity_is_zero_where_nothing_holds() -> None:
     assert capacity(lambda deployment, factor: verdict(0.1), Deployment(1, 1), GOAL) == 0.0
+
+
+def test_a_plan_that_holds_all_loads_that_were_tried_names_the_last_one() -> None:
+    load = LoadSize((RequestSize(1_000, 0, 10),) * 10, 10.0)
+    choices = Choices({1: NodeModel(Costs(0.01, 0.001, 0.001, 0.0), 256, 20_000, 1, 1.0)})
+    config = parse(SimulateConfig, ["--plan", "--slo-ttft=10s"], command="simulate")
+    plan = Planner(
+        lambda deployment, factor: verdict(1.0), load, choices, objective=Objective(10.0, 1.0), goal=GOAL
+    ).plan()
+    lines = plan_lines(plan, config)
+    assert [line for line in lines if line.startswith(("reserve", "next node"))] == [
+        "reserve     1 colocated hold over 69.4 requests/s, the last load that was tried"
+    ]
+    assert any(line.startswith("plan        1 colocated node, 1 device") for line in lines)
 
 
 # ---- where a colocated pool is cheaper ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from common.engine.kv_pool import TORCH_DTYPES
+from scripts.load_tester.reporting.formats import counted
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Device:
 
     @property
     def title(self) -> str:
-        name = torch.cuda.get_device_name(self.device) if self.is_cuda else f"CPU, {torch.get_num_threads()} threads"
+        cpu = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+        name = torch.cuda.get_device_name(self.device) if self.is_cuda else cpu
         return f"{name}, {self.dtype_name}, torch {torch.__version__}"
 
     def free_bytes(self) -> int:

@@ -397,7 +397,9 @@ def test_impossible_options_are_refused_by_flag(folder: Path, options: dict[str,
         load_executor(load(folder), num_slots=1, num_pages=2, page_size=16, **options)
 
 
-@pytest.mark.parametrize("where", ["models.implementation.load_weights", "factory.KVPool"])
+@pytest.mark.parametrize(
+    "where", ["models.implementation.load_weights", "factory.KVPool", "factory.make_attention", "factory.TorchExecutor"]
+)
 def test_a_device_with_too_little_memory_is_refused_by_flag(
     folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

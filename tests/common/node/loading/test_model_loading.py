@@ -3,8 +3,10 @@
 import os
 
 import pytest
+import torch
 
 from common.config.node import NodeConfig
+from common.engine.executor import TorchExecutor
 from common.engine.models.config import ModelConfig
 from common.errors import ConfigError
 from common.node.loading import model_loading
@@ -51,6 +53,16 @@ def test_a_node_loads_its_model_with_a_shorter_context() -> None:
     model, executor, capacity = load_model(config, RankProcesses(1))
     executor.close()
     assert (model.context_length, capacity.context_length, capacity.num_pages) == (20, 20, 4)
+
+
+def test_a_device_without_memory_for_the_first_step_is_refused_by_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: TorchExecutor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB\nand more")
+
+    monkeypatch.setattr(TorchExecutor, "warm_up", full)
+    config = NodeConfig(model=str(SMALL_MODEL), device="cpu", context_length=20, max_total_tokens=64)
+    with pytest.raises(ConfigError, match=r"for a step .* lower --memory-fraction .*Tried to allocate 2 MiB\)"):
+        load_model(config, RankProcesses(1))
 
 
 def test_a_node_with_more_threads_than_cpus_is_refused_before_its_weights_are_read(

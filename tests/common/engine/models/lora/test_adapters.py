@@ -267,6 +267,19 @@ def load(root: Path, **options: Any) -> TorchExecutor:
     return executor
 
 
+def test_an_adapter_that_does_not_fit_into_the_memory_of_the_device_is_refused(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB\nand more")
+
+    monkeypatch.setattr("common.engine.models.decoder.make_lora", full)
+    executor = load_executor(ModelConfig.load(str(small)), num_slots=1, num_pages=2, page_size=16)
+    with pytest.raises(ConfigError, match=r"/a: the device .* lower --memory-fraction .*Tried to allocate 2 MiB\)"):
+        executor.read_adapter(make_adapter(tmp_path / "a", small), max_rank=64)
+    executor.close()
+
+
 @pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk", [0, 16])
