@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.cpu import CpuStep
+from common.engine.cpu.huge_pages import HugePages
 from common.engine.cpu.kernels import DTYPES, Kernels, NativeProduct, Paged, Pair, QuantizedRows, in_whole_tiles
 from common.engine.models.config import ModelConfig
 from common.engine.models.feed_forward import Mlp
@@ -71,6 +72,8 @@ class NativeLayers:
         #: Numbers of a row in each array between the products: normed, qkv, attended, gate_up, gated.
         qkv, o, gate_up, down = products[0]
         self._widths = (qkv.inputs, qkv.outputs, o.inputs, gate_up.outputs, down.inputs)
+        #: Holds the arrays of every step: new memory would have to be provided by the kernel page by page.
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         every = [product for parts in products for product in parts]
         self._max_inputs = max(product.inputs for product in every)
         self._max_groups = max(product.num_groups for product in every)
@@ -101,25 +104,24 @@ class NativeLayers:
             pieces, scratch = attention.long_pieces
             step.long_pieces, step.num_long = pieces.data_ptr(), len(pieces)
             step.scratch, step.scratch_bytes = scratch.data_ptr(), scratch.shape[1]
-        memory = self._place_arrays(step, x)
+        self._place_arrays(step, x)
         self._kernels.run_layers(self._layers, attention.caches, len(self._layers), byref(step))
-        del memory  # the arrays were in it
         return kept + delta[: len(kept)]
 
-    def _place_arrays(self, step: Step, x: Tensor) -> Tensor:
-        """Return memory for the arrays between the products, to which ``step`` points afterwards."""
+    def _place_arrays(self, step: Step, x: Tensor) -> None:
+        """Let ``step`` point to memory for the arrays between the products."""
         rows, item = len(x), x.dtype.itemsize
         names = ("normed", "qkv", "attended", "gate_up", "gated", "copied")
         sizes = [rows * width * item for width in self._widths]
         sizes.append(self._kernels.bytes_copied(rows, self._max_inputs))
         sizes += [in_whole_tiles(rows) * self._max_inputs, *(4 * rows * self._max_groups,) * 2]
-        memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-        at = memory.data_ptr()
+        if sum(sizes) > len(self._memory):
+            self._memory = HugePages(0).empty((sum(sizes),), torch.uint8)
+        at = self._memory.data_ptr()
         addresses = [at + sum(sizes[:index]) for index in range(len(sizes))]
         for name, address in zip(names, addresses, strict=False):
             setattr(step, name, address)
         step.rounded = QuantizedRows(*addresses[len(names) :])
-        return memory
 
 
 def native_layers(operations: object, config: ModelConfig, weights: "Sequence[LayerWeights]") -> NativeLayers | None:
