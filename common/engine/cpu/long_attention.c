@@ -82,19 +82,26 @@ INLINE vf two_to_the(vf x) {
 /* The factor of scores in the exponent of 2; of capped ones, theirs has been applied before. */
 INLINE float scale_of(const Paged *kv) { return 1.44269504f * (kv->layer.soft_cap != 0.0f ? 1.0f : kv->layer.scale); }
 
-/* Turn the scores of 16 queries into weights. `own`: the number of each query among this block's tokens. */
-static void weigh(Flash *f, int half, const Paged *kv, long tokens, vi own, int is_masked) {
+/* The best scores of 16 queries so far, after capping and masking. `own`: the number of each query among this block's
+ * tokens; each sees the first `clear` tokens. */
+INLINE void mask(Flash *f, const Paged *kv, long tokens, const vi *positions, long start, long clear, vf *best) {
+    const float soft_cap = kv->layer.soft_cap;
+    for (long t = 0; t < tokens; t++)
+        for (int half = 0; half < 2; half++) {
+            char *at = (char *)&f->scores[t][16 * half];
+            vf score = load(at, 0, F32);
+            if (soft_cap != 0.0f) score = capped(score * kv->layer.scale, soft_cap);
+            if (t >= clear) /* far below the first best */
+                score = choose(is_seen(positions[half] - (int)(start + t), kv->layer.window), score, splat(-2e30f));
+            if (t >= clear || soft_cap != 0.0f) store(at, 0, score, F32);
+            best[half] = larger(best[half], score);
+        }
+}
+
+/* Turn the scores of 16 queries into weights. */
+static void weigh(Flash *f, int half, const Paged *kv, long tokens, vf best) {
     const int at = 16 * half;
-    const float scale = scale_of(kv), soft_cap = kv->layer.soft_cap;
-    const int32_t window = kv->layer.window;
-    vf best = f->best[half];
-    for (long t = 0; t < tokens; t++) {
-        vf score = load((const char *)&f->scores[t][at], 0, F32);
-        if (soft_cap != 0.0f) score = capped(score * kv->layer.scale, soft_cap);
-        if (is_masked) score = choose(is_seen(own - (int)t, window), score, splat(-2e30f)); /* far below the first best */
-        if (is_masked || soft_cap != 0.0f) store((char *)&f->scores[t][at], 0, score, F32);
-        best = larger(best, score);
-    }
+    const float scale = scale_of(kv);
     const vf shrink = two_to_the((f->best[half] - best) * scale), base = best * scale;
     f->best[half] = best;
     vf total = f->total[half] * shrink;
@@ -102,8 +109,8 @@ static void weigh(Flash *f, int half, const Paged *kv, long tokens, vi own, int 
         const vf first = two_to_the(load((const char *)&f->scores[t][at], 0, F32) * scale - base);
         const vf second = two_to_the(load((const char *)&f->scores[t + 1][at], 0, F32) * scale - base);
         total += first + second;
-        vu low = (vu)first + 0x8000, high = (vu)second + 0x8000; /* rounded: weights are never NaN nor negative */
-        vu pair = (low >> 16) | (high & 0xffff0000);
+        const vu low = (vu)first + 0x8000, high = (vu)second + 0x8000; /* rounded: never NaN nor negative */
+        const vu pair = (low >> 16) | (high & 0xffff0000);
         memcpy(&f->weights[t / 2][at], &pair, sizeof pair);
     }
     f->total[half] = total;
@@ -119,9 +126,11 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
     const long position = piece->position + first, length = position + num_tokens;
     const float *sinks = kv->layer.sinks ? kv->layer.sinks + head * group : 0;
     const char *queries[QUERIES];
+    char *outs[QUERIES];
     vi positions[2];
     for (int m = 0; m < QUERIES; m++) {
         queries[m] = m < num ? from + 2 * (m / group * q_stride + m % group * dim) : zeros;
+        outs[m] = out + 2 * dim * ((piece->first_query + first + m / group) * kv->heads + head * group + m % group);
         positions[m / 16][m % 16] = (int)(position + m / group);
         f->best[m / 16][m % 16] = sinks ? sinks[m % group] * 1.44269504f / scale_of(kv) : -1e30f;
         f->total[m / 16][m % 16] = sinks ? 1.0f : 0.0f;
@@ -142,21 +151,22 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
         tokens = left < TOKENS - in_block ? left : TOKENS - in_block;
         for (long t = 0; t < tokens; t += 32)
             multiply(keys + (start + t) * dim / 2, 32 * LANES, f->queries, f->scores + t, dim / 2, 0);
-        const int is_masked = start + tokens > position + 1 || start < first_seen(kv, length - 1);
-        for (int half = 0; half < 2; half++) weigh(f, half, kv, tokens, positions[half] - (int)start, is_masked);
+        vf best[2] = {f->best[0], f->best[1]};
+        mask(f, kv, tokens, positions, start, start < first_seen(kv, length - 1) ? 0 : position + 1 - start, best);
+        for (int half = 0; half < 2; half++) weigh(f, half, kv, tokens, best[half]);
         for (long i = 0; i < dim; i += 32)
             multiply(values + start * dim / 2 + i * LANES, dim * LANES, f->weights, f->sums + i, tokens / 2, 1);
     }
-    for (long i = 0; i < dim; i += LANES)
-        for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < 2; half++) {
+        const vf factor = 1.0f / f->total[half];
+        for (long i = 0; i < dim; i += LANES) {
             vu square[LANES]; /* a row for each of the numbers i .. i + 15, then for each query */
             for (int lane = 0; lane < LANES; lane++)
-                square[lane] = (vu)(load((const char *)&f->sums[i + lane][16 * half], 0, F32) / f->total[half]);
+                square[lane] = (vu)(load((const char *)&f->sums[i + lane][16 * half], 0, F32) * factor);
             transpose(square);
-            for (long m = 16 * half; m < num && m < 16 * half + 16; m++)
-                store(out, ((piece->first_query + first + m / group) * kv->heads + head * group + m % group) * dim + i,
-                      (vf)square[m % 16], BF16);
+            for (long m = 16 * half; m < num && m < 16 * half + 16; m++) store(outs[m], i, (vf)square[m % 16], BF16);
         }
+    }
 }
 
 static void attend_piece(const Paged *kv, const Piece *piece, long head, char *scratch, const char *q, long q_stride,
