@@ -99,7 +99,7 @@ INLINE void mask(Flash *f, const Paged *kv, long tokens, const vi *positions, lo
 }
 
 /* Turn the scores of 16 queries into weights. */
-static void weigh(Flash *f, int half, const Paged *kv, long tokens, vf best) {
+static void weigh(Flash *f, int half, const Paged *kv, long tokens, vf best, int is_first) {
     const int at = 16 * half;
     const float scale = scale_of(kv);
     const vf shrink = two_to_the((f->best[half] - best) * scale), base = best * scale;
@@ -114,7 +114,7 @@ static void weigh(Flash *f, int half, const Paged *kv, long tokens, vf best) {
         memcpy(&f->weights[t / 2][at], &pair, sizeof pair);
     }
     f->total[half] = total;
-    for (long i = 0; i < kv->dim; i++)
+    for (long i = 0; i < kv->dim && !is_first; i++)
         store((char *)&f->sums[i][at], 0, load((const char *)&f->sums[i][at], 0, F32) * shrink, F32);
 }
 
@@ -135,7 +135,6 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
         f->best[m / 16][m % 16] = sinks ? sinks[m % group] * 1.44269504f / scale_of(kv) : -1e30f;
         f->total[m / 16][m % 16] = sinks ? 1.0f : 0.0f;
     }
-    memset(f->sums, 0, (size_t)dim * sizeof *f->sums);
     for (long i = 0; i < dim / 2; i += LANES)
         for (int half = 0; half < QUERIES; half += LANES) {
             vu square[LANES]; /* a row for each query, then for each of the pairs i .. i + 15 */
@@ -146,16 +145,17 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
             transpose(square);
             for (int lane = 0; lane < LANES; lane++) memcpy(&f->queries[i + lane][half], square + lane, sizeof *square);
         }
-    for (long start = first_seen(kv, position) / 32 * 32, tokens; start < length; start += tokens) {
+    const long begin = first_seen(kv, position) / 32 * 32;
+    for (long start = begin, tokens; start < length; start += tokens) {
         const long in_block = start % TOKENS, left = (length - start + 31) / 32 * 32;
         tokens = left < TOKENS - in_block ? left : TOKENS - in_block;
         for (long t = 0; t < tokens; t += 32)
             multiply(keys + (start + t) * dim / 2, 32 * LANES, f->queries, f->scores + t, dim / 2, 0);
         vf best[2] = {f->best[0], f->best[1]};
         mask(f, kv, tokens, positions, start, start < first_seen(kv, length - 1) ? 0 : position + 1 - start, best);
-        for (int half = 0; half < 2; half++) weigh(f, half, kv, tokens, best[half]);
+        for (int half = 0; half < 2; half++) weigh(f, half, kv, tokens, best[half], start == begin);
         for (long i = 0; i < dim; i += 32)
-            multiply(values + start * dim / 2 + i * LANES, dim * LANES, f->weights, f->sums + i, tokens / 2, 1);
+            multiply(values + start * dim / 2 + i * LANES, dim * LANES, f->weights, f->sums + i, tokens / 2, start > begin);
     }
     for (int half = 0; half < 2; half++) {
         const vf factor = 1.0f / f->total[half];
