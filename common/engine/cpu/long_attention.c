@@ -131,6 +131,7 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
     for (int m = 0; m < QUERIES; m++) {
         queries[m] = m < num ? from + 2 * (m / group * q_stride + m % group * dim) : zeros;
         outs[m] = out + 2 * dim * ((piece->first_query + first + m / group) * kv->heads + head * group + m % group);
+        for (long i = 0; m < num && i < 2 * dim; i += 64) __builtin_prefetch(outs[m] + i, 1, 2);
         positions[m / 16][m % 16] = (int)(position + m / group);
         f->best[m / 16][m % 16] = sinks ? sinks[m % group] * 1.44269504f / scale_of(kv) : -1e30f;
         f->total[m / 16][m % 16] = sinks ? 1.0f : 0.0f;
