@@ -15,19 +15,20 @@ int omp_get_thread_num(void); /* of the runtime that torch has loaded */
 
 enum { QUERIES = 32, TOKENS = 256, MAX_DIM = 256 };
 
+/* Two vectors have a number of each of the QUERIES queries. */
 typedef struct {
-    uint32_t queries[MAX_DIM / 2][QUERIES]; /* pairs of neighbouring numbers of each query */
-    float scores[TOKENS][QUERIES];
-    uint32_t weights[TOKENS / 2][QUERIES]; /* pairs of neighbouring tokens */
-    float sums[MAX_DIM][QUERIES];
+    vu queries[MAX_DIM / 2][2]; /* pairs of neighbouring numbers of each query */
+    vf scores[TOKENS][2];
+    vu weights[TOKENS / 2][2]; /* pairs of neighbouring tokens */
+    vf sums[MAX_DIM][2];
     vf best[2], total[2];
-} __attribute__((aligned(64))) Flash;
+} Flash;
 
 static const char zeros[2 * MAX_DIM]; /* a token or a query that does not exist */
 
 /* sums [32, QUERIES], or zero unless `adds`, plus x [32, pairs] times by [pairs, QUERIES]. x consists of parts [32, 16], each
  * of which begins `step` words after the one before. */
-INLINE void multiply(const uint32_t *x, long step, uint32_t (*by)[QUERIES], float (*sums)[QUERIES], long pairs, int adds) {
+INLINE void multiply(const uint32_t *x, long step, const vu (*by)[2], vf (*sums)[2], long pairs, int adds) {
 #ifdef __AMX_BF16__
     if (baton_has_amx()) {
         multiply_tiles((const char *)x, 64, 1024, 4 * step, (const char *)by, 2, (char *)sums, pairs / 16, adds, 0,
@@ -35,15 +36,14 @@ INLINE void multiply(const uint32_t *x, long step, uint32_t (*by)[QUERIES], floa
         return;
     }
 #endif
-    for (float(*end)[QUERIES] = sums + 32; sums < end; sums += ROWS, x += ROWS * LANES) {
+    for (vf(*end)[2] = sums + 32; sums < end; sums += ROWS, x += ROWS * LANES) {
         __m512 parts[ROWS][BLOCKS];
 #pragma GCC unroll 16
-        for (int i = 0; i < 2 * ROWS; i++)
-            parts[i / 2][i % 2] = adds ? _mm512_load_ps(sums[i / 2] + i % 2 * LANES) : _mm512_setzero_ps();
+        for (int i = 0; i < 2 * ROWS; i++) parts[i / 2][i % 2] = adds ? (__m512)sums[i / 2][i % 2] : _mm512_setzero_ps();
         for (long k = 0; k < pairs; k += LANES)
             multiply_dots(x + k / LANES * step, LANES, (const char *)(by + k), 2, parts, LANES, ROWS, BF16, (Ahead){0});
 #pragma GCC unroll 16
-        for (int i = 0; i < 2 * ROWS; i++) _mm512_store_ps(sums[i / 2] + i % 2 * LANES, parts[i / 2][i % 2]);
+        for (int i = 0; i < 2 * ROWS; i++) sums[i / 2][i % 2] = (vf)parts[i / 2][i % 2];
     }
 }
 
@@ -82,40 +82,32 @@ INLINE vf two_to_the(vf x) {
 /* The factor of scores in the exponent of 2; of capped ones, theirs has been applied before. */
 INLINE float scale_of(const Paged *kv) { return 1.44269504f * (kv->layer.soft_cap != 0.0f ? 1.0f : kv->layer.scale); }
 
-/* The best scores of 16 queries so far, after capping and masking. `own`: the number of each query among this block's
- * tokens; each sees the first `clear` tokens. */
-INLINE void mask(Flash *f, const Paged *kv, long tokens, const vi *positions, long start, long clear, vf *best) {
-    const float soft_cap = kv->layer.soft_cap;
+/* Turn the scores of some tokens, from `start` on, into weights. Every query sees the first `clear` of them. */
+static void weigh(Flash *f, const Paged *kv, const vi *positions, long start, long tokens, long clear, int is_first) {
+    const float scale = scale_of(kv), soft_cap = kv->layer.soft_cap;
+    vf best[2] = {f->best[0], f->best[1]};
     for (long t = 0; t < tokens; t++)
         for (int half = 0; half < 2; half++) {
-            char *at = (char *)&f->scores[t][16 * half];
-            vf score = load(at, 0, F32);
+            vf score = f->scores[t][half];
             if (soft_cap != 0.0f) score = capped(score * kv->layer.scale, soft_cap);
             if (t >= clear) /* far below the first best */
                 score = choose(is_seen(positions[half] - (int)(start + t), kv->layer.window), score, splat(-2e30f));
-            if (t >= clear || soft_cap != 0.0f) store(at, 0, score, F32);
+            if (t >= clear || soft_cap != 0.0f) f->scores[t][half] = score;
             best[half] = larger(best[half], score);
         }
-}
-
-/* Turn the scores of 16 queries into weights. */
-static void weigh(Flash *f, int half, const Paged *kv, long tokens, vf best, int is_first) {
-    const int at = 16 * half;
-    const float scale = scale_of(kv);
-    const vf shrink = two_to_the((f->best[half] - best) * scale), base = best * scale;
-    f->best[half] = best;
-    vf total = f->total[half] * shrink;
-    for (long t = 0; t < tokens; t += 2) {
-        const vf first = two_to_the(load((const char *)&f->scores[t][at], 0, F32) * scale - base);
-        const vf second = two_to_the(load((const char *)&f->scores[t + 1][at], 0, F32) * scale - base);
-        total += first + second;
-        const vu low = (vu)first + 0x8000, high = (vu)second + 0x8000; /* rounded: never NaN nor negative */
-        const vu pair = (low >> 16) | (high & 0xffff0000);
-        memcpy(&f->weights[t / 2][at], &pair, sizeof pair);
+    for (int half = 0; half < 2; half++) {
+        const vf shrink = two_to_the((f->best[half] - best[half]) * scale), base = best[half] * scale;
+        vf total = f->total[half] * shrink;
+        for (long t = 0; t < tokens; t += 2) {
+            const vf first = two_to_the(f->scores[t][half] * scale - base);
+            const vf second = two_to_the(f->scores[t + 1][half] * scale - base);
+            const vu low = (vu)first + 0x8000, high = (vu)second + 0x8000; /* rounded: never NaN nor negative */
+            f->weights[t / 2][half] = (low >> 16) | (high & 0xffff0000);
+            total += first + second;
+        }
+        f->best[half] = best[half], f->total[half] = total;
+        for (long i = 0; i < kv->dim && !is_first; i++) f->sums[i][half] *= shrink;
     }
-    f->total[half] = total;
-    for (long i = 0; i < kv->dim && !is_first; i++)
-        store((char *)&f->sums[i][at], 0, load((const char *)&f->sums[i][at], 0, F32) * shrink, F32);
 }
 
 /* Up to 32 queries: those of `num_tokens` neighbouring tokens, from token `first` of the piece on. */
@@ -137,14 +129,15 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
         f->total[m / 16][m % 16] = sinks ? 1.0f : 0.0f;
     }
     for (long i = 0; i < dim / 2; i += LANES)
-        for (int half = 0; half < QUERIES; half += LANES) {
+        for (int half = 0; half < 2; half++) {
             vu square[LANES]; /* a row for each query, then for each of the pairs i .. i + 15 */
             for (int lane = 0; lane < LANES; lane++) {
-                __builtin_prefetch(queries[half + lane] + 2 * num_tokens * q_stride + 4 * i, 0, 2); /* for the next tile */
-                memcpy(square + lane, queries[half + lane] + 4 * i, sizeof *square);
+                const char *query = queries[16 * half + lane] + 4 * i;
+                __builtin_prefetch(query + 2 * num_tokens * q_stride, 0, 2); /* for the next tile */
+                memcpy(square + lane, query, sizeof *square);
             }
             transpose(square);
-            for (int lane = 0; lane < LANES; lane++) memcpy(&f->queries[i + lane][half], square + lane, sizeof *square);
+            for (int lane = 0; lane < LANES; lane++) f->queries[i + lane][half] = square[lane];
         }
     const long begin = first_seen(kv, position) / 32 * 32;
     for (long start = begin, tokens; start < length; start += tokens) {
@@ -152,9 +145,8 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
         tokens = left < TOKENS - in_block ? left : TOKENS - in_block;
         for (long t = 0; t < tokens; t += 32)
             multiply(keys + (start + t) * dim / 2, 32 * LANES, f->queries, f->scores + t, dim / 2, 0);
-        vf best[2] = {f->best[0], f->best[1]};
-        mask(f, kv, tokens, positions, start, start < first_seen(kv, length - 1) ? 0 : position + 1 - start, best);
-        for (int half = 0; half < 2; half++) weigh(f, half, kv, tokens, best[half], start == begin);
+        const long clear = start < first_seen(kv, length - 1) ? 0 : position + 1 - start;
+        weigh(f, kv, positions, start, tokens, clear, start == begin);
         for (long i = 0; i < dim; i += 32)
             multiply(values + start * dim / 2 + i * LANES, dim * LANES, f->weights, f->sums + i, tokens / 2, start > begin);
     }
@@ -162,8 +154,7 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
         const vf factor = 1.0f / f->total[half];
         for (long i = 0; i < dim; i += LANES) {
             vu square[LANES]; /* a row for each of the numbers i .. i + 15, then for each query */
-            for (int lane = 0; lane < LANES; lane++)
-                square[lane] = (vu)(load((const char *)&f->sums[i + lane][16 * half], 0, F32) * factor);
+            for (int lane = 0; lane < LANES; lane++) square[lane] = (vu)(f->sums[i + lane][half] * factor);
             transpose(square);
             for (long m = 16 * half; m < num && m < 16 * half + 16; m++) store(outs[m], i, (vf)square[m % 16], BF16);
         }
