@@ -15,19 +15,20 @@ int omp_get_thread_num(void); /* of the runtime that torch has loaded */
 
 enum { QUERIES = 32, TOKENS = 256, MAX_DIM = 256 };
 
+/* Two vectors have a number of each of the QUERIES queries. */
 typedef struct {
-    uint32_t queries[MAX_DIM / 2][QUERIES]; /* pairs of neighbouring numbers of each query */
-    float scores[TOKENS][QUERIES];
-    uint32_t weights[TOKENS / 2][QUERIES]; /* pairs of neighbouring tokens */
-    float sums[MAX_DIM][QUERIES];
+    vu queries[MAX_DIM / 2][2]; /* pairs of neighbouring numbers of each query */
+    vf scores[TOKENS][2];
+    vu weights[TOKENS / 2][2]; /* pairs of neighbouring tokens */
+    vf sums[MAX_DIM][2];
     vf best[2], total[2];
-} __attribute__((aligned(64))) Flash;
+} Flash;
 
 static const char zeros[2 * MAX_DIM]; /* a token or a query that does not exist */
 
 /* sums [32, QUERIES], or zero unless `adds`, plus x [32, pairs] times by [pairs, QUERIES]. x consists of parts [32, 16], each
  * of which begins `step` words after the one before. */
-INLINE void multiply(const uint32_t *x, long step, uint32_t (*by)[QUERIES], float (*sums)[QUERIES], long pairs, int adds) {
+INLINE void multiply(const uint32_t *x, long step, const vu (*by)[2], vf (*sums)[2], long pairs, int adds) {
 #ifdef __AMX_BF16__
     if (baton_has_amx()) {
         multiply_tiles((const char *)x, 64, 1024, 4 * step, (const char *)by, 2, (char *)sums, pairs / 16, adds, 0,
@@ -35,15 +36,14 @@ INLINE void multiply(const uint32_t *x, long step, uint32_t (*by)[QUERIES], floa
         return;
     }
 #endif
-    for (float(*end)[QUERIES] = sums + 32; sums < end; sums += ROWS, x += ROWS * LANES) {
+    for (vf(*end)[2] = sums + 32; sums < end; sums += ROWS, x += ROWS * LANES) {
         __m512 parts[ROWS][BLOCKS];
 #pragma GCC unroll 16
-        for (int i = 0; i < 2 * ROWS; i++)
-            parts[i / 2][i % 2] = adds ? _mm512_load_ps(sums[i / 2] + i % 2 * LANES) : _mm512_setzero_ps();
+        for (int i = 0; i < 2 * ROWS; i++) parts[i / 2][i % 2] = adds ? (__m512)sums[i / 2][i % 2] : _mm512_setzero_ps();
         for (long k = 0; k < pairs; k += LANES)
             multiply_dots(x + k / LANES * step, LANES, (const char *)(by + k), 2, parts, LANES, ROWS, BF16, (Ahead){0});
 #pragma GCC unroll 16
-        for (int i = 0; i < 2 * ROWS; i++) _mm512_store_ps(sums[i / 2] + i % 2 * LANES, parts[i / 2][i % 2]);
+        for (int i = 0; i < 2 * ROWS; i++) sums[i / 2][i % 2] = (vf)parts[i / 2][i % 2];
     }
 }
 
@@ -82,33 +82,32 @@ INLINE vf two_to_the(vf x) {
 /* The factor of scores in the exponent of 2; of capped ones, theirs has been applied before. */
 INLINE float scale_of(const Paged *kv) { return 1.44269504f * (kv->layer.soft_cap != 0.0f ? 1.0f : kv->layer.scale); }
 
-/* Turn the scores of 16 queries into weights. `own`: the number of each query among this block's tokens. */
-static void weigh(Flash *f, int half, const Paged *kv, long tokens, vi own, int is_masked) {
-    const int at = 16 * half;
+/* Turn the scores of some tokens, from `start` on, into weights. Every query sees the first `clear` of them. */
+static void weigh(Flash *f, const Paged *kv, const vi *positions, long start, long tokens, long clear, int is_first) {
     const float scale = scale_of(kv), soft_cap = kv->layer.soft_cap;
-    const int32_t window = kv->layer.window;
-    vf best = f->best[half];
-    for (long t = 0; t < tokens; t++) {
-        vf score = load((const char *)&f->scores[t][at], 0, F32);
-        if (soft_cap != 0.0f) score = capped(score * kv->layer.scale, soft_cap);
-        if (is_masked) score = choose(is_seen(own - (int)t, window), score, splat(-2e30f)); /* far below the first best */
-        if (is_masked || soft_cap != 0.0f) store((char *)&f->scores[t][at], 0, score, F32);
-        best = larger(best, score);
+    vf best[2] = {f->best[0], f->best[1]};
+    for (long t = 0; t < tokens; t++)
+        for (int half = 0; half < 2; half++) {
+            vf score = f->scores[t][half];
+            if (soft_cap != 0.0f) score = capped(score * kv->layer.scale, soft_cap);
+            if (t >= clear) /* far below the first best */
+                score = choose(is_seen(positions[half] - (int)(start + t), kv->layer.window), score, splat(-2e30f));
+            if (t >= clear || soft_cap != 0.0f) f->scores[t][half] = score;
+            best[half] = larger(best[half], score);
+        }
+    for (int half = 0; half < 2; half++) {
+        const vf shrink = two_to_the((f->best[half] - best[half]) * scale), base = best[half] * scale;
+        vf total = f->total[half] * shrink;
+        for (long t = 0; t < tokens; t += 2) {
+            const vf first = two_to_the(f->scores[t][half] * scale - base);
+            const vf second = two_to_the(f->scores[t + 1][half] * scale - base);
+            const vu low = (vu)first + 0x8000, high = (vu)second + 0x8000; /* rounded: never NaN nor negative */
+            f->weights[t / 2][half] = (low >> 16) | (high & 0xffff0000);
+            total += first + second;
+        }
+        f->best[half] = best[half], f->total[half] = total;
+        for (long i = 0; i < kv->dim && !is_first; i++) f->sums[i][half] *= shrink;
     }
-    const vf shrink = two_to_the((f->best[half] - best) * scale), base = best * scale;
-    f->best[half] = best;
-    vf total = f->total[half] * shrink;
-    for (long t = 0; t < tokens; t += 2) {
-        const vf first = two_to_the(load((const char *)&f->scores[t][at], 0, F32) * scale - base);
-        const vf second = two_to_the(load((const char *)&f->scores[t + 1][at], 0, F32) * scale - base);
-        total += first + second;
-        vu low = (vu)first + 0x8000, high = (vu)second + 0x8000; /* rounded: weights are never NaN nor negative */
-        vu pair = (low >> 16) | (high & 0xffff0000);
-        memcpy(&f->weights[t / 2][at], &pair, sizeof pair);
-    }
-    f->total[half] = total;
-    for (long i = 0; i < kv->dim; i++)
-        store((char *)&f->sums[i][at], 0, load((const char *)&f->sums[i][at], 0, F32) * shrink, F32);
 }
 
 /* Up to 32 queries: those of `num_tokens` neighbouring tokens, from token `first` of the piece on. */
@@ -119,44 +118,47 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
     const long position = piece->position + first, length = position + num_tokens;
     const float *sinks = kv->layer.sinks ? kv->layer.sinks + head * group : 0;
     const char *queries[QUERIES];
+    char *outs[QUERIES];
     vi positions[2];
     for (int m = 0; m < QUERIES; m++) {
         queries[m] = m < num ? from + 2 * (m / group * q_stride + m % group * dim) : zeros;
+        outs[m] = out + 2 * dim * ((piece->first_query + first + m / group) * kv->heads + head * group + m % group);
+        for (long i = 0; m < num && i < 2 * dim; i += 64) __builtin_prefetch(outs[m] + i, 1, 2);
         positions[m / 16][m % 16] = (int)(position + m / group);
         f->best[m / 16][m % 16] = sinks ? sinks[m % group] * 1.44269504f / scale_of(kv) : -1e30f;
         f->total[m / 16][m % 16] = sinks ? 1.0f : 0.0f;
     }
-    memset(f->sums, 0, (size_t)dim * sizeof *f->sums);
     for (long i = 0; i < dim / 2; i += LANES)
-        for (int half = 0; half < QUERIES; half += LANES) {
+        for (int half = 0; half < 2; half++) {
             vu square[LANES]; /* a row for each query, then for each of the pairs i .. i + 15 */
             for (int lane = 0; lane < LANES; lane++) {
-                __builtin_prefetch(queries[half + lane] + 2 * num_tokens * q_stride + 4 * i, 0, 2); /* for the next tile */
-                memcpy(square + lane, queries[half + lane] + 4 * i, sizeof *square);
+                const char *query = queries[16 * half + lane] + 4 * i;
+                __builtin_prefetch(query + 2 * num_tokens * q_stride, 0, 2); /* for the next tile */
+                memcpy(square + lane, query, sizeof *square);
             }
             transpose(square);
-            for (int lane = 0; lane < LANES; lane++) memcpy(&f->queries[i + lane][half], square + lane, sizeof *square);
+            for (int lane = 0; lane < LANES; lane++) f->queries[i + lane][half] = square[lane];
         }
-    for (long start = first_seen(kv, position) / 32 * 32, tokens; start < length; start += tokens) {
+    const long begin = first_seen(kv, position) / 32 * 32;
+    for (long start = begin, tokens; start < length; start += tokens) {
         const long in_block = start % TOKENS, left = (length - start + 31) / 32 * 32;
         tokens = left < TOKENS - in_block ? left : TOKENS - in_block;
         for (long t = 0; t < tokens; t += 32)
             multiply(keys + (start + t) * dim / 2, 32 * LANES, f->queries, f->scores + t, dim / 2, 0);
-        const int is_masked = start + tokens > position + 1 || start < first_seen(kv, length - 1);
-        for (int half = 0; half < 2; half++) weigh(f, half, kv, tokens, positions[half] - (int)start, is_masked);
+        const long clear = start < first_seen(kv, length - 1) ? 0 : position + 1 - start;
+        weigh(f, kv, positions, start, tokens, clear, start == begin);
         for (long i = 0; i < dim; i += 32)
-            multiply(values + start * dim / 2 + i * LANES, dim * LANES, f->weights, f->sums + i, tokens / 2, 1);
+            multiply(values + start * dim / 2 + i * LANES, dim * LANES, f->weights, f->sums + i, tokens / 2, start > begin);
     }
-    for (long i = 0; i < dim; i += LANES)
-        for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < 2; half++) {
+        const vf factor = 1.0f / f->total[half];
+        for (long i = 0; i < dim; i += LANES) {
             vu square[LANES]; /* a row for each of the numbers i .. i + 15, then for each query */
-            for (int lane = 0; lane < LANES; lane++)
-                square[lane] = (vu)(load((const char *)&f->sums[i + lane][16 * half], 0, F32) / f->total[half]);
+            for (int lane = 0; lane < LANES; lane++) square[lane] = (vu)(f->sums[i + lane][half] * factor);
             transpose(square);
-            for (long m = 16 * half; m < num && m < 16 * half + 16; m++)
-                store(out, ((piece->first_query + first + m / group) * kv->heads + head * group + m % group) * dim + i,
-                      (vf)square[m % 16], BF16);
+            for (long m = 16 * half; m < num && m < 16 * half + 16; m++) store(outs[m], i, (vf)square[m % 16], BF16);
         }
+    }
 }
 
 static void attend_piece(const Paged *kv, const Piece *piece, long head, char *scratch, const char *q, long q_stride,
