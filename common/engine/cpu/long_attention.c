@@ -139,8 +139,7 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
             transpose(square);
             for (int lane = 0; lane < LANES; lane++) f->queries[i + lane][half] = square[lane];
         }
-    const long begin = first_seen(kv, position) / 32 * 32;
-    for (long start = begin, tokens; start < length; start += tokens) {
+    for (long begin = first_seen(kv, position) / 32 * 32, start = begin, tokens; start < length; start += tokens) {
         const long in_block = start % TOKENS, left = (length - start + 31) / 32 * 32;
         tokens = left < TOKENS - in_block ? left : TOKENS - in_block;
         for (long t = 0; t < tokens; t += 32)
@@ -148,7 +147,8 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
         const long clear = start < first_seen(kv, length - 1) ? 0 : position + 1 - start;
         weigh(f, kv, positions, start, tokens, clear, start == begin);
         for (long i = 0; i < dim; i += 32)
-            multiply(values + start * dim / 2 + i * LANES, dim * LANES, f->weights, f->sums + i, tokens / 2, start > begin);
+            multiply(values + start * dim / 2 + i * LANES, dim * LANES, f->weights, f->sums + i, tokens / 2,
+                     start > begin);
     }
     for (int half = 0; half < 2; half++) {
         const vf factor = 1.0f / f->total[half];

@@ -69,15 +69,16 @@ typedef struct {
     int dtype, out_dtype;
 } Output;
 
+INLINE void write_sums_as(const vf *sums, const Output *to, long row, long column, int rows, int vectors, int dtype) {
+    for (long at = row * to->width + column; rows-- > 0; at += to->width)
+        for (int j = 0; j < vectors * LANES; j += LANES, sums++)
+            store(to->out, at + j, to->bias ? *sums + load(to->bias, column + j, to->dtype) : *sums, dtype);
+}
+
 /* Write a tile's sums [rows, vectors]. Not inlined, since a copy for every size of tile would buy nothing. */
 static __attribute__((noinline, unused)) void write_sums(const vf *sums, const Output *to, long row, long column,
                                                          int rows, int vectors) {
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vectors; j++) {
-            const long at = column + j * LANES;
-            const vf bias = to->bias ? load(to->bias, at, to->dtype) : (vf){0};
-            store(to->out, (row + i) * to->width + at, *sums++ + bias, to->out_dtype);
-        }
+    WITH_CONSTANT(to->out_dtype, write_sums_as, sums, to, row, column, rows, vectors);
 }
 
 typedef struct {
