@@ -28,7 +28,8 @@ MAX_STARTS = 3
 #: A command of the manager waits for processes that import torch, one after the other, maybe on a busy machine.
 COMMAND_TIMEOUT_S = 600.0
 GCS_PORT, CLIENT_PORT = 6379, 10_001  # in the head's own network namespace
-#: Answers every line with the status of the cluster, without rows if there is none. A command would start Ray anew.
+#: A program that prints the status of the cluster for each line of its input, with no rows if there is no cluster.
+#: Running the command each time would start Ray anew.
 STATUS_READER = """
 import sys
 import msgspec
