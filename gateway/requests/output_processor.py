@@ -22,7 +22,7 @@ from gateway.text.output_parser import OutputParser, OutputPiece, ReasoningPiece
 from gateway.text.stop_strings import StopMatcher
 from gateway.tracing.trace_context import TraceContext
 
-#: Stages by their names in the ``timings`` of ``/generate``; a stage that happens twice counts twice.
+#: Names in the ``timings`` of ``/generate``, by stage; a stage that happens twice counts twice.
 TIMINGS = {
     "prefill_queue": "prefill_queue_s",
     "prefill": "prefill_s",
@@ -153,6 +153,11 @@ class OutputStream(msgspec.Struct, eq=False):
     @property
     def text(self) -> str:
         return "".join(self._text)
+
+    @property
+    def end(self) -> str:
+        """The reason of a normal end, or the code of its error; empty before its end."""
+        return self.finish or ("" if self.error is None else str(self.error.code))
 
     @property
     def timings(self) -> dict[str, float]:
