@@ -305,7 +305,7 @@ class Gateway:
     async def stop(self, grace_s: float = GRACE_S) -> None:
         """Refuses new requests, gives those in flight ``grace_s``, and ends the rest with an error.
 
-        The first request of a client that was accepted before is none of the new ones, if it comes at once.
+        A client that was accepted before may still send its first request, if it does so at once.
         """
         if self._announcement is not None:
             announcement, self._announcement = self._announcement, None
