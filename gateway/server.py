@@ -64,7 +64,7 @@ from gateway.tracing.otlp import OtlpExporter
 from gateway.tracing.timelines import Timelines
 from gateway.tracing.tracer import Tracer
 from gateway.workers.control_plane import ControlPlane, MailboxChannel
-from gateway.workers.invitations import Invitations, make_room
+from gateway.workers.invitations import Invitations, raise_socket_limit
 from gateway.workers.pool import WorkerPools
 from gateway.workers.served_models import ServedModel, ServedModels
 
@@ -126,7 +126,7 @@ class Gateway:
         if config.tls_cert is not None and config.tls_key is not None:
             self._tls = make_tls_context(config.tls_cert, config.tls_key)
         self._context: zmq.Context[Any] = zmq.Context()
-        make_room(self._context, len(config.listed_nodes))
+        raise_socket_limit(self._context, len(config.listed_nodes))
         self._is_grace_over = False
         self._group = None if config.group is None else GatewayGroup.parse(config.group)
         self._siblings: Siblings | None = None

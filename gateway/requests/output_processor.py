@@ -216,7 +216,7 @@ class OutputStream(msgspec.Struct, eq=False):
         return len(self.ids) - self._num_ids_taken
 
     def take(self) -> Delta | None:
-        """The part that is new since the last call, or None. An ended output gives its last delta once."""
+        """The part that is new since the last call; None if nothing is and the output has not ended."""
         ids, texts = self.ids, self._text
         first, num_text = self._num_ids_taken, self._num_text_taken
         if first == len(ids) and num_text == len(texts) and not self.is_ended:
