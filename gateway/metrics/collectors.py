@@ -96,7 +96,7 @@ class Metrics:
         self._local_prefills = counter(
             "baton_local_prefills", "Outputs whose prompt the decode node computes.", "model"
         )
-        self._disconnects = counter("baton_disconnects", "Outputs ended because the client disconnected.", "model")
+        self._disconnects = counter("baton_disconnects", "Outputs whose client disconnected before their end.", "model")
         self._retries = counter(
             "baton_idempotent_retries",
             "Requests that got outputs of an earlier one: running or ended.",

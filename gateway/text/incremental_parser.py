@@ -3,9 +3,9 @@
 A parser reads the output from its beginning to its end and waits (``yield``) where it needs more of it. So it reads
 like the format, and the cut of the output into pieces cannot matter.
 
-Marks of a format are either tokens or ordinary text, which depends on the tokenizer. A mark that is a token counts only
-as this token: a model that means the mark writes the token, and the same characters spelled by other tokens are text,
-such as an explanation of the format. A mark that the tokenizer does not know as one token is searched in the text.
+Markers of a format are either tokens or ordinary text, which depends on the tokenizer. A marker that is a token counts
+only as this token: a model that means the marker writes the token, and the same characters spelled by other tokens are
+text, such as an explanation of the format. A marker that is no token of the tokenizer is searched in the text.
 """
 
 import re
