@@ -116,11 +116,11 @@ class Gateway:
         if config.listed_nodes and self._keys is not None and not self._keys.permitted:
             raise ConfigError("--prefill and --decode need the public keys of nodes, in the folder nodes of --keys")
         self._options = ConnectionOptions(
-            header_timeout_s,
-            body_timeout_s,
-            config.max_body_bytes,
-            self._answered,
-            allowed_hosts(config.allowed_hosts, config.host),
+            header_timeout_s=header_timeout_s,
+            body_timeout_s=body_timeout_s,
+            max_body_bytes=config.max_body_bytes,
+            on_answer=self._answered,
+            hosts=allowed_hosts(config.allowed_hosts, config.host),
         )
         self._tls: ssl.SSLContext | None = None
         if config.tls_cert is not None and config.tls_key is not None:
