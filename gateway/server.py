@@ -64,7 +64,7 @@ from gateway.tracing.otlp import OtlpExporter
 from gateway.tracing.timelines import Timelines
 from gateway.tracing.tracer import Tracer
 from gateway.workers.control_plane import ControlPlane, MailboxChannel
-from gateway.workers.invitations import Invitations, make_room
+from gateway.workers.invitations import Invitations, raise_socket_limit
 from gateway.workers.pool import WorkerPools
 from gateway.workers.served_models import ServedModel, ServedModels
 
@@ -116,17 +116,17 @@ class Gateway:
         if config.listed_nodes and self._keys is not None and not self._keys.permitted:
             raise ConfigError("--prefill and --decode need the public keys of nodes, in the folder nodes of --keys")
         self._options = ConnectionOptions(
-            header_timeout_s,
-            body_timeout_s,
-            config.max_body_bytes,
-            self._answered,
-            allowed_hosts(config.allowed_hosts, config.host),
+            header_timeout_s=header_timeout_s,
+            body_timeout_s=body_timeout_s,
+            max_body_bytes=config.max_body_bytes,
+            on_answer=self._answered,
+            hosts=allowed_hosts(config.allowed_hosts, config.host),
         )
         self._tls: ssl.SSLContext | None = None
         if config.tls_cert is not None and config.tls_key is not None:
             self._tls = make_tls_context(config.tls_cert, config.tls_key)
         self._context: zmq.Context[Any] = zmq.Context()
-        make_room(self._context, len(config.listed_nodes))
+        raise_socket_limit(self._context, len(config.listed_nodes))
         self._is_grace_over = False
         self._group = None if config.group is None else GatewayGroup.parse(config.group)
         self._siblings: Siblings | None = None
@@ -305,7 +305,7 @@ class Gateway:
     async def stop(self, grace_s: float = GRACE_S) -> None:
         """Refuses new requests, gives those in flight ``grace_s``, and ends the rest with an error.
 
-        The first request of a client that was accepted before is none of the new ones, if it comes at once.
+        A client that was accepted before may still send its first request, if it does so at once.
         """
         if self._announcement is not None:
             announcement, self._announcement = self._announcement, None

@@ -208,7 +208,7 @@ class GenerateApp:
             identity = None if key is None and not rid else identify(self.path, data, tenant, key, rid)
             if siblings is not None:
                 request = ClientRequest(scope, data, send, body.deadline_ms)
-                if await self._is_passed_home(siblings, tenant, identity, request):
+                if await self._pass_home(siblings, tenant, identity, request):
                     return
             answer = await self._begin(
                 body, model, tenant, state=scope["state"], arrived_at=arrived_at, identity=identity
@@ -260,10 +260,10 @@ class GenerateApp:
                     if not output.is_ended:
                         services.dispatcher.abort(output.request.rid, "the client has disconnected")
 
-    async def _is_passed_home(
+    async def _pass_home(
         self, siblings: Siblings, tenant: str, identity: RequestIdentity | None, request: ClientRequest
     ) -> bool:
-        """Whether another gateway answers: all requests of a tenant with a quota go to one, and all with one key."""
+        """Has the home of a tenant with a quota, or of a key, answer the request; False if it has no other home."""
         if self._services.quotas.has_limits(tenant):
             return await siblings.pass_home("tenant", tenant, request)
         return identity is not None and await siblings.pass_home("key", identity.key, request)

@@ -59,6 +59,7 @@ class HttpConnection(HttpToolsProtocol):
 
     Attributes:
         options: the limits of this connection.
+        content_length: as the headers of the last request say; None without one.
     """
 
     cycle: RequestCycle | None  # type: ignore[assignment]  # not one of uvicorn's
@@ -79,7 +80,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_unparsed = 0  # bytes since the parser last found something
         self._request_id = b""
-        self._content_length: int | None = None
+        self.content_length: int | None = None
         self._host: bytes | None = None
         self._refusal: RequestError | None = None
 
@@ -208,7 +209,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_unparsed = 0
         self._request_id = b""
-        self._content_length = None
+        self.content_length = None
         self._host = None
 
     def on_url(self, url: bytes) -> None:
@@ -231,7 +232,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _read_header(self, name: bytes, value: bytes) -> None:
         if name == b"content-length":
-            self._content_length = int(value)
+            self.content_length = int(value)
         elif name == b"x-request-id":
             if _REQUEST_ID.fullmatch(value):
                 self._request_id = value
@@ -245,7 +246,7 @@ class HttpConnection(HttpToolsProtocol):
             if self._host is not None:
                 raise self._refused(HttpError(400, "a request has one Host header"))
             self._host = value
-        elif value.lower() == b"100-continue":
+        elif value.lower() == b"100-continue":  # of Expect, the only other one
             self.expect_100_continue = True
 
     def _refused(self, error: RequestError) -> RequestError:
@@ -340,10 +341,6 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self._active.keep_alive = False
             self._pipelined.clear()
-
-    @property
-    def content_length(self) -> int | None:
-        return self._content_length
 
     @property
     def request_id(self) -> bytes:

@@ -46,7 +46,7 @@ class ConnectionOptions:
 
     Attributes:
         header_timeout_s: for the headers of a request, from the connection or the previous answer on.
-        body_timeout_s: for the body of a request, from the first attempt to read it on.
+        body_timeout_s: for the body of a request, from the start of its application on.
         max_body_bytes: larger bodies get 413.
         on_answer: called with the scope of each ended request and its status; 499 if the client left before the end.
         hosts: requests for other hosts get 421.
@@ -75,9 +75,8 @@ class Connection(Protocol):
     options: ConnectionOptions
     expect_100_continue: bool
     tasks: set[asyncio.Task[None]]
+    content_length: int | None
 
-    @property
-    def content_length(self) -> int | None: ...
     @property
     def request_id(self) -> bytes: ...
     def resume_reading(self) -> None:
@@ -201,7 +200,7 @@ class RequestCycle:
             self._wake()
 
     def fail(self, error: RequestError) -> None:
-        """Makes ``receive`` raise this error, unless it has raised one already."""
+        """Makes ``receive`` raise this error, or an earlier one if there is one."""
         self._failure = self._failure or error
         self._body.clear()
         self._wake()

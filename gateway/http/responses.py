@@ -33,7 +33,7 @@ from gateway.workers.served_models import ServedModel
 
 _decode_items = msgspec.json.Decoder(list[InputItem]).decode
 
-#: Why a prompt may fit once turns of it are dropped.
+#: Errors of a prompt that may fit without some of its turns.
 TOO_LONG = (ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.POOL_TOO_SMALL)
 
 Process = Callable[[ChatCompletionRequest], Awaitable[list[GenerateRequest]]]

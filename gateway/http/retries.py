@@ -81,7 +81,7 @@ class Retries:
         return found
 
     def begin(self, identity: RequestIdentity, answer_id: str, events: OutputEvents) -> KeyedRequest:
-        """A new request with a key, for the answer of this task."""
+        """A new request with a key, whose outputs go to this answer."""
         return KeyedRequest(identity, answer_id, self._store, events)
 
     def add(self, request: KeyedRequest, streams: list[OutputStream]) -> None:

@@ -38,7 +38,7 @@ class DirectWriter(NamedTuple):
 
 
 class OutputEvents:
-    """Collects the outputs of one HTTP request that have something new, for the task that makes this.
+    """Collects the outputs of one HTTP request that have something new, for the task that answers it.
 
     An output is paused when more than ``max_unread`` of its tokens wait for the client to read, and goes on when at
     most half of that waits. An alternative at a token counts as much as a token.

@@ -48,7 +48,7 @@ class MetricTotals:
     at: float
     num_ended: float
     num_tokens: int
-    errors: Mapping[str, float]
+    errors: Mapping[str, int]
     first_token_bounds: Sequence[float]
     first_tokens: Sequence[int]
     gap_bounds: Sequence[float]
@@ -96,7 +96,7 @@ class Metrics:
         self._local_prefills = counter(
             "baton_local_prefills", "Outputs whose prompt the decode node computes.", "model"
         )
-        self._disconnects = counter("baton_disconnects", "Outputs ended because the client disconnected.", "model")
+        self._disconnects = counter("baton_disconnects", "Outputs whose client disconnected before their end.", "model")
         self._retries = counter(
             "baton_idempotent_retries",
             "Requests that got outputs of an earlier one: running or ended.",
@@ -159,7 +159,7 @@ class Metrics:
 
     def _count(self, model: str, outputs: Sequence[OutputStream]) -> None:
         """Counts ended outputs of one model."""
-        for end, count in Totals([output.finish or _code(output) for output in outputs]).items():
+        for end, count in Totals([output.end for output in outputs]).items():
             self._outputs.add(count, model, end)
         self._local_prefills.add(sum([output.is_local_prefill for output in outputs]), model)
         self._prompt_tokens.add(sum([len(output.request.prompt) for output in outputs]), model)
@@ -276,10 +276,6 @@ class _NodeCollector:
         for reason, count in self._mailbox.refused.items():
             refused.add_metric([reason], count)
         yield refused
-
-
-def _code(output: OutputStream) -> str:
-    return str(output.error.code) if output.error else ""
 
 
 def _state_of(node: Worker) -> NodeState:

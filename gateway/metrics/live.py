@@ -5,7 +5,7 @@ of them. Requests and tokens therefore cost nothing more, and a page that opens 
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
@@ -66,7 +66,7 @@ class LiveHistory:
         if not self._totals:
             return []
         before, now = self._totals[0].errors, self._totals[-1].errors
-        rows = [LiveError(code, int(total), int(total - before.get(code, 0))) for code, total in now.items()]
+        rows = [LiveError(code, total, total - before.get(code, 0)) for code, total in now.items()]
         return sorted(rows, key=lambda row: (-row.last_minute, -row.total, row.code))
 
 
@@ -77,7 +77,7 @@ def _sample(before: MetricTotals, now: MetricTotals, window: MetricTotals) -> Li
     return LiveSample(
         requests_per_s=round((now.num_ended - before.num_ended) / seconds, 3),
         tokens_per_s=round((now.num_tokens - before.num_tokens) / seconds, 3),
-        errors_per_s=round((_sum(now.errors) - _sum(before.errors)) / seconds, 3),
+        errors_per_s=round((sum(now.errors.values()) - sum(before.errors.values())) / seconds, 3),
         ttft_p50_s=percentile(now.first_token_bounds, first_tokens, 0.5),
         ttft_p99_s=percentile(now.first_token_bounds, first_tokens, 0.99),
         inter_token_p50_s=percentile(now.gap_bounds, gaps, 0.5),
@@ -89,10 +89,6 @@ def _sample(before: MetricTotals, now: MetricTotals, window: MetricTotals) -> Li
 
 def _difference(before: Sequence[int], now: Sequence[int]) -> list[int]:
     return [new - old for old, new in zip(before, now, strict=True)]
-
-
-def _sum(errors: Mapping[str, float]) -> float:
-    return sum(errors.values())
 
 
 def percentile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:

@@ -47,7 +47,7 @@ from gateway.requests.attempts.further_attempts import (
 )
 from gateway.requests.attempts.moves import Moves
 from gateway.requests.attempts.recovery import AttemptEnd
-from gateway.requests.attempts.trials import begin_trial, end_trial, has_passed_trial
+from gateway.requests.attempts.trials import begin_trial, end_passed_trial, end_trial
 from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, message_key, request_of
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream, StageReport
@@ -575,7 +575,7 @@ class Dispatcher:
             wrong = f"later tokens without token {len(flight.stream.ids)}"
             self._recover_from_wrong_output(flight, flight.pair.last, wrong)
             return
-        elif (flight.is_probe or flight.has_reserved_nodes) and has_passed_trial(flight):
+        elif (flight.is_probe or flight.has_reserved_nodes) and end_passed_trial(flight):
             self.on_workers_added(flight.pool)
         if self._moves and not flight.stream.is_ended:
             self._go_on_at_target(flight)

@@ -187,7 +187,7 @@ class InFlightTable(dict[str, InFlightRequest]):
 
 
 def request_of(stream: OutputStream) -> Request:
-    """An output as a queue sees it."""
+    """The entry of an output in a queue."""
     request = stream.request
     return Request(
         rid=request.rid,

@@ -22,7 +22,7 @@ from gateway.text.output_parser import OutputParser, OutputPiece, ReasoningPiece
 from gateway.text.stop_strings import StopMatcher
 from gateway.tracing.trace_context import TraceContext
 
-#: Stages by their names in the ``timings`` of ``/generate``; a stage that happens twice counts twice.
+#: Names in the ``timings`` of ``/generate``, by stage; a stage that happens twice counts twice.
 TIMINGS = {
     "prefill_queue": "prefill_queue_s",
     "prefill": "prefill_s",
@@ -155,6 +155,11 @@ class OutputStream(msgspec.Struct, eq=False):
         return "".join(self._text)
 
     @property
+    def end(self) -> str:
+        """The reason of a normal end, or the code of its error; empty before its end."""
+        return self.finish or ("" if self.error is None else str(self.error.code))
+
+    @property
     def timings(self) -> dict[str, float]:
         """Seconds of the stages before the second token, by their names in ``/generate``."""
         seconds: dict[str, float] = {}
@@ -211,7 +216,7 @@ class OutputStream(msgspec.Struct, eq=False):
         return len(self.ids) - self._num_ids_taken
 
     def take(self) -> Delta | None:
-        """The part that is new since the last call, or None. An ended output gives its last delta once."""
+        """The part that is new since the last call; None if nothing is and the output has not ended."""
         ids, texts = self.ids, self._text
         first, num_text = self._num_ids_taken, self._num_text_taken
         if first == len(ids) and num_text == len(texts) and not self.is_ended:

@@ -10,14 +10,14 @@ log = logging.getLogger(__name__)
 
 def log_request(stream: OutputStream) -> None:
     """Log one line; ``docs/logs.md`` describes its fields."""
-    request, error = stream.request, stream.error
+    request = stream.request
     fields = {
         "rid": request.rid,
         "request_id": request.request_id,
         "x_request_id": stream.x_request_id,
         "model": request.model,
         "tenant": request.tenant,
-        "status": stream.finish or (str(error.code) if error is not None else "aborted"),
+        "status": stream.end,
         "prompt_tokens": len(request.prompt),
         "cached_tokens": stream.cached_tokens,
         "output_tokens": len(stream.ids),

@@ -15,7 +15,7 @@ import msgspec
 from common.errors import ErrorCode
 
 _decode, _encode = msgspec.json.decode, msgspec.json.encode
-#: Of the answers and the most rows that the client wants.
+#: Makes one answer of several; the number is of the most rows that the client wants.
 Combine = Callable[[Sequence[bytes], int], bytes]
 Row = dict[str, Any]
 

@@ -62,7 +62,7 @@ class ClientRequest(NamedTuple):
     scope: Scope
     data: bytes
     send: Send
-    deadline_ms: int | None = None
+    deadline_ms: float | None = None
 
 
 class Siblings:
@@ -202,7 +202,8 @@ async def _whole(answer: SiblingAnswer) -> WholeAnswer | None:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             return WholeAnswer(answer.status, _kept(answer.headers), await answer.body())
     except (SiblingLost, TimeoutError) as error:
-        log.warning("a sibling gateway has not ended its answer: %s", error or f"within {ANSWER_TIMEOUT_S:g} s")
+        why = str(error) or f"it took longer than {ANSWER_TIMEOUT_S:g} s"
+        log.warning("a sibling gateway has not ended its answer: %s", why)
         return None
     finally:
         answer.close()

@@ -3,9 +3,9 @@
 A parser reads the output from its beginning to its end and waits (``yield``) where it needs more of it. So it reads
 like the format, and the cut of the output into pieces cannot matter.
 
-Marks of a format are either tokens or ordinary text, which depends on the tokenizer. A mark that is a token counts only
-as this token: a model that means the mark writes the token, and the same characters spelled by other tokens are text,
-such as an explanation of the format. A mark that the tokenizer does not know as one token is searched in the text.
+Markers of a format are either tokens or ordinary text, which depends on the tokenizer. A marker that is a token counts
+only as this token: a model that means the marker writes the token, and the same characters spelled by other tokens are
+text, such as an explanation of the format. A marker that is no token of the tokenizer is searched in the text.
 """
 
 import re
@@ -173,7 +173,7 @@ class IncrementalParser(ABC):
             found = pattern.search(self._buffer, self._at) if pattern is not None else None
             end = found.start() if found is not None else len(self._buffer)
             if found is None and not self._is_at_boundary:
-                end -= _num_prefix(self._buffer, self._at, spelled)
+                end -= num_prefix(self._buffer, self._at, spelled)
             if end > self._at:
                 sink(self._take(end))
             if found is not None:
@@ -248,7 +248,7 @@ class IncrementalParser(ABC):
         sink(self._take(min(self._at + 2, len(self._buffer))))
 
 
-def _num_prefix(text: str, start: int, markers: Sequence[str]) -> int:
+def num_prefix(text: str, start: int, markers: Sequence[str]) -> int:
     """Length of the longest end of ``text``, from ``start``, that begins one of the markers."""
     longest = max(map(len, markers), default=1) - 1
     tail = text[max(len(text) - longest, start) :]

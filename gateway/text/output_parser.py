@@ -112,9 +112,9 @@ class FirstCallParser:
 
 
 class RequiredCallsParser:
-    """Leaves out what another parser still holds at the end of an output that calls tools in any case.
+    """Leaves out text that another parser still holds at the end of an output that must call tools.
 
-    A call that is cut off before its name is complete has left it, and it is no text of an answer.
+    It is the beginning of a call that was cut off before its name was complete, and no text of an answer.
     """
 
     def __init__(self, parser: OutputParser) -> None:

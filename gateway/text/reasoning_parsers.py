@@ -2,8 +2,8 @@
 
 Models write their reasoning first, between ``<think>`` and ``</think>`` (DeepSeek-R1, Qwen 3; documented in their model
 cards and chat templates), or in a channel of its own (gpt-oss). Some chat templates put the start marker at the end of
-the prompt, so an output may begin inside the reasoning. Only the first block of reasoning counts; marks that come later
-are text of the answer.
+the prompt, so an output may begin inside the reasoning. Only the first block of reasoning counts; markers that come
+later are text of the answer.
 """
 
 import re

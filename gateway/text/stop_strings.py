@@ -6,6 +6,8 @@ same character, the longest), so the result does not depend on where the text wa
 
 from collections.abc import Sequence
 
+from gateway.text.incremental_parser import num_prefix
+
 
 class StopMatcher:
     """Searches one output for its stop strings.
@@ -18,7 +20,6 @@ class StopMatcher:
         assert all(stops)
         self._is_kept = is_kept
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.matched: str | None = None
 
@@ -27,25 +28,16 @@ class StopMatcher:
         if self.matched is not None:
             return ""
         text = self._held + text
-        end, stop = min(((at + len(stop), -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0),
-                        default=(0, 0, ""))[::2]  # fmt: skip
-        if stop:
-            self.matched = stop
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, at, self.matched = min(found)
             self._held = ""
-            return text[:end] if self._is_kept else text[: end - len(stop)]
-        keep = self._prefix_at_end(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return text[: end if self._is_kept else at]
+        shown = len(text) - num_prefix(text, 0, self._stops)
+        self._held = text[shown:]
+        return text[:shown]
 
     def flush(self) -> str:
         """The text held back, once the output has ended without a stop string."""
         held, self._held = self._held, ""
         return held
-
-    def _prefix_at_end(self, text: str) -> int:
-        """Length of the longest suffix of ``text`` that begins a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[len(text) - length :]
-            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0

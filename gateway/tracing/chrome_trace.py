@@ -14,16 +14,16 @@ MICROSECONDS = 1e6
 
 def chrome_trace(timelines: Iterable[Timeline], now: float) -> dict[str, Any]:
     """The trace of these outputs; its zero is the beginning of the first span."""
-    lanes = _Lanes()
+    tracks = _Tracks()
     events: list[dict[str, Any]] = []
     ordered = sorted(timelines, key=lambda one: one.started_at)
     processes = [(timeline, spans) for timeline in ordered for spans in _by_process(timeline, now).values()]
     zero = min((spans[0].start_at for _, spans in processes), default=0.0)
     for timeline, spans in processes:
         end_at = max(span.start_at + span.duration_s for span in spans)
-        pid, tid = lanes.place(spans[0].process, spans[0].start_at, end_at)
+        pid, tid = tracks.place(spans[0].process, spans[0].start_at, end_at)
         events += [_complete(span, timeline, pid, tid, zero) for span in _nested(spans)]
-    return {"traceEvents": [*lanes.names(), *events], "displayTimeUnit": "ms"}
+    return {"traceEvents": [*tracks.names(), *events], "displayTimeUnit": "ms"}
 
 
 def _by_process(timeline: Timeline, now: float) -> dict[str, list[TimelineSpan]]:
@@ -62,7 +62,7 @@ def _complete(span: TimelineSpan, timeline: Timeline, pid: int, tid: int, zero: 
     }
 
 
-class _Lanes:
+class _Tracks:
     """Numbers processes, and in each the tracks, taking the first track that is free."""
 
     def __init__(self) -> None:
@@ -71,10 +71,10 @@ class _Lanes:
 
     def place(self, process: str, begin_at: float, end_at: float) -> tuple[int, int]:
         """The numbers of the process and of the track."""
-        lanes = self._free_at.setdefault(process, [])
+        tracks = self._free_at.setdefault(process, [])
         pid = self._pids.setdefault(process, len(self._pids) + 1)
-        number = next((i for i, free_at in enumerate(lanes) if free_at <= begin_at), len(lanes))
-        lanes[number : number + 1] = [end_at]
+        number = next((i for i, free_at in enumerate(tracks) if free_at <= begin_at), len(tracks))
+        tracks[number : number + 1] = [end_at]
         return pid, number + 1
 
     def names(self) -> list[dict[str, Any]]:

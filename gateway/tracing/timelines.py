@@ -88,7 +88,7 @@ class Timeline(msgspec.Struct, eq=False):
             request.request_id,
             request.model,
             request.tenant,
-            (stream.finish or (str(stream.error.code) if stream.error else "")) if stream.is_ended else RUNNING,
+            stream.end or RUNNING,
             stream.started_at,
             stream.sent_at,
             stream.first_at,
@@ -185,7 +185,7 @@ class Timelines:
         yield from self._ended_of(scope)
 
     def last(self, limit: int, scope: str | None = None) -> list[Timeline]:
-        """Those of them that began last, the last one first."""
+        """Those that began last, the last one first; ``scope`` as for ``newest``."""
         running = map(Timeline.of, islice(self._running_of(scope), limit))
         return sorted([*running, *self._ended_of(scope)], key=lambda one: -one.started_at)[:limit]
 

@@ -44,7 +44,7 @@ NO_HANDSHAKE = (
 )
 
 
-def make_room(context: "zmq.Context[Any]", num_nodes: int) -> None:
+def raise_socket_limit(context: "zmq.Context[Any]", num_nodes: int) -> None:
     """Raise a context's limit of sockets by those of ``num_nodes`` listed nodes, and of one that is dialled again.
 
     The default suffices for about 340 nodes. Called before the context has a socket.

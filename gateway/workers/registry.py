@@ -81,15 +81,15 @@ class Worker:
     says_it_drains: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.capacity_tokens = self.register.num_pages * self.register.layout.page_size
-        self.longest_tokens = max(self.register.longest_tokens, self.capacity_tokens)
-        self.most_held_tokens = self.register.most_held_tokens
-        self.max_running = self.register.max_running if self.register.share is None else self.register.share
-        self.name = self.register.name
         register = self.register
+        self.capacity_tokens = register.num_pages * register.layout.page_size
+        self.longest_tokens = max(register.longest_tokens, self.capacity_tokens)
+        self.most_held_tokens = register.most_held_tokens
+        self.max_running = register.max_running if register.share is None else register.share
+        self.name = register.name
         self.is_draining = self.says_it_drains = register.is_draining
         self.peer = Peer(self.name, self.incarnation, register.address, register.public_key, register.num_ranks)
-        self.revision = sys.intern(f"{self.register.digest}/{self.register.weight_version}")
+        self.revision = sys.intern(f"{register.digest}/{register.weight_version}")
         agreed = [str(getattr(register, name)) for name in AGREE]
         self.kind = (register.role, self.revision, *agreed, register.layout, register.transports)
         self.set_adapters(register.adapters, register.unloaded)
@@ -307,7 +307,7 @@ class Registry:
 
     def refuse_adapter(self, name: str) -> RequestError | None:
         """The error of a request for an adapter that some node has, and no nodes that can serve it together; None if no
-        node has an adapter of this name."""
+        node has an adapter of this name, or it is withdrawn."""
         holders = [node.name for node in self.workers.values() if name in node.adapters]
         if not holders or name in self.withdrawn:
             return None

@@ -18,7 +18,7 @@ class AllowedOrigins:
     """The origins whose pages may call the API from a browser.
 
     Args:
-        origins: origins whose pages may send requests; ``*`` for all.
+        origins: such as ``https://example.com``; ``*`` for all.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:

@@ -79,7 +79,7 @@ class BlockBuilder:
                 )
             if not (kind == "thinking" and self._hides_thinking):
                 self._texts.append(piece.text)
-                events.append(self._delta(_delta(kind, piece.text)))
+                events.append(self._delta(_change(kind, piece.text)))
         return events
 
     def finish(self) -> list[Event]:
@@ -117,7 +117,7 @@ def _kind(piece: TextPiece | ReasoningPiece | ToolCallArguments) -> BlockKind:
     return "thinking" if isinstance(piece, ReasoningPiece) else "tool_use"
 
 
-def _delta(kind: BlockKind, text: str) -> Event:
+def _change(kind: BlockKind, text: str) -> Event:
     if kind == "tool_use":
         return {"type": "input_json_delta", "partial_json": text}
     return {"type": f"{kind}_delta", kind: text}

@@ -79,11 +79,9 @@ class _OpenAIFormatter(ResponseFormatter):
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by number of the output
 
     def first(self, outputs: Sequence[OutputStream]) -> bytes:
-        """The bytes that begin a stream."""
         return b""
 
     def chunk(self, output: OutputStream, delta: Delta) -> bytes:
-        """One stream chunk; empty if there is nothing to show."""
         around = self._around_text.get(output.number)
         if around is not None and not delta.is_last:  # the usual case, kept short
             return encode_json(delta.text).join(around) if delta.text else b""
@@ -102,7 +100,6 @@ class _OpenAIFormatter(ResponseFormatter):
         return before, after
 
     def last(self, outputs: Sequence[OutputStream]) -> bytes:
-        """The bytes that end a stream."""
         if not self._with_usage:
             return DONE
         return sse_event({**self._head(outputs, self.chunk_kind), "choices": [], "usage": usage(outputs)}) + DONE

@@ -1,4 +1,4 @@
-"""Example bodies in the API's description: which tools made from it send first."""
+"""Example bodies in the API's description, which tools that read it send first."""
 
 from typing import Any
 

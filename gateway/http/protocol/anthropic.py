@@ -6,7 +6,6 @@ from msgspec import Meta
 
 from gateway.http.protocol.decoding import Extensible, Strict
 from gateway.http.protocol.fields import (
-    MAX_INT,
     MAX_STOPS,
     Count,
     DeadlineMs,
@@ -15,7 +14,10 @@ from gateway.http.protocol.fields import (
     Priority,
     PriorityClass,
     Salt,
+    Seed,
     Share,
+    Temperature,
+    TopK,
     supports,
 )
 from gateway.http.protocol.openai import MAX_TOOLS, CallId, FunctionName
@@ -103,11 +105,11 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: Count  # 0: the prompt is computed and cached, and the message is empty
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    top_k: TopK | None = None
     # Beyond Anthropic's; the last six are Baton's own fields, as in all endpoints.
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
     priority_class: PriorityClass | None = None

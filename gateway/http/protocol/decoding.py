@@ -96,7 +96,7 @@ class _Cleaner:
     def cleaned(self, value: Any, kind: inspect.Type, path: str) -> Any:
         """A plain value without the fields that the structs within ``kind`` do not declare."""
         if isinstance(value, list):
-            items = _option(kind, inspect.ListType)
+            items = next((option for option in _options(kind) if isinstance(option, inspect.ListType)), None)
             if items is None or not _has_structs(items.item_type):  # such as hundreds of thousands of token ids
                 return value
             return [
@@ -167,10 +167,6 @@ def _options(kind: inspect.Type) -> tuple[inspect.Type, ...]:
     return (kind,)
 
 
-def _option(kind: inspect.Type, wanted: type[inspect.ListType]) -> inspect.ListType | None:
-    return next((option for option in _options(kind) if isinstance(option, wanted)), None)
-
-
 def _has_structs(kind: inspect.Type) -> bool:
     """Whether a value of this type may be a struct, or a list with structs in it."""
     return any(
@@ -230,9 +226,7 @@ def _malformed(body: bytes, message: str) -> RequestError:
     """The error for broken JSON. It names a field if the fault, such as ``NaN``, directly follows its key."""
     if body.startswith(BOM_UTF8):
         return refuse("the body begins with a byte order mark; send UTF-8 without it", None)
-    if "surrogate" in message or (
-        "truncated" in message and _HALF_PAIR.search(body[-12:])
-    ):  # a whole pair has 12 bytes
+    if "surrogate" in message or ("truncated" in message and _HALF_PAIR.search(body[-12:])):
         return refuse(r"a text has half of a character, as \ud83d is of an emoji; send both \u escapes or none", None)
     at = re.search(r"\(byte (\d+)\)", message)
     key = _LAST_KEY.search(body[max(0, int(at.group(1)) - 80) : int(at.group(1))]) if at else None

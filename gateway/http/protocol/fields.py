@@ -26,6 +26,9 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 StartLen = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Salt = Annotated[str, Meta(max_length=1024)]
 Rid = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -51,15 +54,15 @@ def supports(*values: str) -> Meta:
 class SamplingFields(Strict, kw_only=True):
     """Sampling fields of all endpoints; None means the model's default."""
 
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    top_k: TopK | None = None
     min_p: Share | None = None
     stop: Texts | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     presence_penalty: Penalty | None = None

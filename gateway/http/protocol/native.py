@@ -8,7 +8,6 @@ from common.config.lora import ADAPTER_NAME
 from gateway.http.protocol.decoding import Strict
 from gateway.http.protocol.fields import (
     END,
-    MAX_INT,
     Count,
     DeadlineMs,
     Priority,
@@ -16,6 +15,7 @@ from gateway.http.protocol.fields import (
     Rid,
     Salt,
     SamplingFields,
+    Seed,
     StartLen,
     Texts,
     TokenId,
@@ -29,9 +29,9 @@ class NativeSamplingParams(SamplingFields, kw_only=True):
 
     max_new_tokens: Count | None = None  # 0: prompt log-probabilities only
     max_tokens: Count | None = None
-    min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
-    sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    min_new_tokens: Count | None = None
+    min_tokens: Count | None = None
+    sampling_seed: Seed | None = None
     # Structured outputs, at most one; JSON values are JSON text or objects.
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None

@@ -81,7 +81,7 @@ class OpenAIRequest(SamplingFields, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    min_tokens: Count | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None

@@ -22,7 +22,7 @@ let refusedKey = false;
 
 async function refresh() {
   const [live, { workers }, { requests }] = await Promise.all([
-    getJson("/v1/live"), getJson("/v1/workers"), getJson("/v1/requests?limit=50").catch(noRequests),
+    getJson("/v1/live"), getJson("/v1/workers"), getJson("/v1/requests?limit=50"),
   ]);
   const models = live.models;
   showSamples(live.samples);
@@ -38,12 +38,6 @@ async function refresh() {
   numFailures = lostAt = 0;
   byId("lost").hidden = true;
   document.body.classList.remove("is-stale");
-}
-
-/** An older gateway keeps no requests. Errors of the connection or the key concern the whole page. */
-function noRequests(error) {
-  if (error instanceof ApiError && error.status === 404) return { requests: [] };
-  throw error;
 }
 
 function showState(state, text) {

@@ -30,7 +30,7 @@ export function parseTools(text) {
 }
 
 /** One answer of the model as it grows. */
-export class Answer {
+class Answer {
   rid = "";
   text = "";
   reasoning = "";

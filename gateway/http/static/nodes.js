@@ -9,7 +9,7 @@ const SILENT_S = 5; // Nodes report every second.
 const MAX_FULL_CARDS = 4; // Of one role; more get short cards.
 
 /** Bytes of one KV page, from the layout that the node registered. */
-export function pageBytes(layout) {
+function pageBytes(layout) {
   const dims = layout.is_latent ? [layout.head_dim] : [layout.head_dim, layout.value_dim || layout.head_dim];
   const perHead = dims.map((dim) => dim * ITEM_BYTES[layout.dtype] + (SCALE_BYTES[layout.dtype] ?? 0));
   const slabBytes = layout.num_layers * layout.num_kv_heads * layout.page_size * perHead.reduce((sum, size) => sum + size);
@@ -17,7 +17,7 @@ export function pageBytes(layout) {
 }
 
 /** The pairs of all nodes, each once, by the incarnations of its two ends; a problem that either end reports counts. */
-export function pairsOf(workers) {
+function pairsOf(workers) {
   const known = new Map(workers.map((worker) => [worker.incarnation, worker]));
   const pairs = new Map();
   for (const worker of workers) {

@@ -4,7 +4,7 @@ import { el } from "./dom.js";
 import { duration } from "./format.js";
 
 /** The stages in the order in which a request meets them, with a sentence for each. */
-export const STAGES = {
+const STAGES = {
   queue: "The request waits in the gateway until the nodes have room for it.",
   decode_queue: "The request waits on the decode node until pages for it are free.",
   prefill_queue: "The request waits on the prefill node for its turn.",

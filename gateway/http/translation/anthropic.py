@@ -37,7 +37,6 @@ Role = Literal["user", "assistant", "system"]
 #: Names of the Messages API for fields of chat completions, for errors.
 FIELD_NAMES = {
     "messages": "messages",
-    "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "parameters": "input_schema",
     "response_format": "output_config.format",

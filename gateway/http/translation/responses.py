@@ -44,7 +44,6 @@ from gateway.http.translation.common import AssistantTurn, missing, only_text
 FIELD_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }

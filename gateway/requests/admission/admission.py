@@ -22,7 +22,7 @@ from typing import NamedTuple
 from common.errors import ErrorCode, RequestError
 from gateway.requests.output_processor import OutputStream
 
-#: Ended requests whose times are remembered. ``pace`` needs as many as the second number, the last one as late.
+#: Ended requests whose times are remembered; how many ``pace`` needs, and how long ago the last of them may have ended.
 NUM_SAMPLES, NUM_RELIABLE, RELIABLE_S = 64, 16, 30.0
 MAX_RETRY_AFTER_S = 60.0
 #: Outputs in flight, the oldest first, from whose progress a time is estimated.

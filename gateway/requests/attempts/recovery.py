@@ -65,7 +65,7 @@ class Recovery:
         num_output: output tokens at the end of the last attempt.
         num_ended, num_losses: attempts in a row that ended, and those that count as losses.
         is_alone: the latest attempt has its nodes for itself from the beginning.
-        was_alone: the last attempt that has ended had.
+        was_alone: the same of the last attempt that has ended.
         is_guilty: such an attempt of a suspect request was lost.
     """
 

@@ -19,7 +19,7 @@ def begin_trial(flight: InFlightRequest, pair: WorkerPair) -> None:
         flight.is_probe = registry.begins_probe(PairKey(pair.prefill, pair.decode))
 
 
-def has_passed_trial(flight: InFlightRequest) -> bool:
+def end_passed_trial(flight: InFlightRequest) -> bool:
     """Ends a trial as soon as its output shows enough. Returns whether nodes get other requests again."""
     assert flight.pair is not None
     is_passed = False

@@ -32,7 +32,7 @@ MAX_DEPTH = 64
 MAX_EBNF_RULES = 512
 COMPILE_TIMEOUT_S = 10.0
 NUM_THREADS = 2
-#: Checked grammars that are kept, and converted ones at the same time: 64 MiB at most.
+#: Grammars that are kept with the results of their checks, those that still wait included: 128 MiB at most.
 MAX_CHECKED = 256
 #: Grammars that wait for a thread or are on one; for further ones the client gets 429.
 MAX_PENDING = 64

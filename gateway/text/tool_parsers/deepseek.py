@@ -9,8 +9,7 @@
 
 Documented in the chat templates of deepseek-ai/DeepSeek-V3-0324 (the first form) and deepseek-ai/DeepSeek-V3.1 (the
 second, also in its model card under "ToolCall"). Several calls follow each other, behind a line break in the first
-form.
-The parser reads both forms.
+form. The parser reads both forms.
 """
 
 import re

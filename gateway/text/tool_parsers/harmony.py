@@ -7,7 +7,7 @@
 ``<|start|>assistant``, so an output begins inside the header of a message. ``analysis`` is reasoning, ``final`` is the
 answer, ``commentary`` is a preamble for the user or, with a recipient, a call. The recipient may also stand before the
 channel. ``<|call|>`` and ``<|return|>`` end an output, so an output holds at most one call, and they usually do not
-reach the parser. All marks are special tokens.
+reach the parser. All markers are special tokens.
 
 A message to a recipient that is not one of the tools (such as the built-in ``python``) is reasoning in ``analysis`` and
 text elsewhere. A header that is cut off is dropped.

@@ -7,7 +7,7 @@ The first form, a list of calls, is that of tokenizer versions 3 and 7 (Mistral 
 before the list in some of them; the second, with one marker for each call, is that of version 11, which puts
 ``[CALL_ID]`` and an id before the arguments, and of later ones (Small 3.2, Magistral, Devstral). Documented in
 "Tokenization: Tool Calling" of docs.mistral.ai, in mistralai/mistral-common (tokens/tokenizers/instruct.py), and in the
-chat templates. The marks are control tokens. The parser reads both forms.
+chat templates. The markers are control tokens. The parser reads both forms.
 """
 
 import re

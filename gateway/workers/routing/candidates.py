@@ -164,9 +164,9 @@ def pairable(prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> NDA
         for nodes in (prefills, decodes)
     )
     can = of_prefills[:, np.newaxis] == of_decodes
-    places = {node.incarnation: i for i, node in enumerate(prefills)}, {n.incarnation: i for i, n in enumerate(decodes)}
+    p_places, d_places = ({node.incarnation: i for i, node in enumerate(nodes)} for nodes in (prefills, decodes))
     for i, node in enumerate(prefills):
-        can[i, [places[1][peer] for peer in node.failed_peers if peer in places[1]]] = False
+        can[i, [d_places[peer] for peer in node.failed_peers if peer in d_places]] = False
     for i, node in enumerate(decodes):
-        can[[places[0][peer] for peer in node.failed_peers if peer in places[0]], i] = False
+        can[[p_places[peer] for peer in node.failed_peers if peer in p_places], i] = False
     return None if can.all() else can

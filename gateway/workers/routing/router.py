@@ -509,7 +509,7 @@ class Router:
             self._free_rows += self.prefixes.sweep()
 
     def _group(self, prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> NodeGroup:
-        """The arrays over these nodes, which are kept for tuples."""
+        """The group of these nodes, which is kept for tuples."""
         key = id(prefills), id(decodes)
         group = self._groups.get(key)
         if group is not None and group.prefills is prefills and group.decodes is decodes:
@@ -522,12 +522,12 @@ class Router:
         group = NodeGroup(
             prefills,
             decodes,
-            np.array([self._rows[node.incarnation] for node in prefills], np.intp),
-            np.array([self._rows[node.incarnation] for node in decodes], np.intp),
-            None if is_free else pairable(prefills, decodes),
-            min([node.longest_tokens for node in prefills], default=0),
-            min([node.longest_tokens for node in decodes], default=0),
-            {node.incarnation: node for node in nodes},
+            prefill_rows=np.array([self._rows[node.incarnation] for node in prefills], np.intp),
+            decode_rows=np.array([self._rows[node.incarnation] for node in decodes], np.intp),
+            can_pair=None if is_free else pairable(prefills, decodes),
+            min_prefill=min([node.longest_tokens for node in prefills], default=0),
+            min_decode=min([node.longest_tokens for node in decodes], default=0),
+            by_incarnation={node.incarnation: node for node in nodes},
         )
         if isinstance(prefills, tuple) and isinstance(decodes, tuple):
             if len(self._groups) >= MAX_GROUPS:

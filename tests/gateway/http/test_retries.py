@@ -197,14 +197,14 @@ async def test_an_output_that_a_node_has_kept_is_continued_only_if_the_request_c
 ):
     body = b'{"prompt": "DEF", "max_tokens": 3}'
     identity = identify(COMPLETIONS, body, "", "one", None)
-    prefill, decode = stack.nodes
+    decode = stack.nodes[1]
     decode.kept = [KeptOutput(f"{identity.digest}-0", tokens)]
     headers = KEY | {"Content-Type": "application/json"}
     with caplog.at_level(logging.ERROR):
         async with stack.client.post(stack.url + COMPLETIONS, data=body, headers=headers) as answer:
             assert (answer.status, "idempotent-replayed" in answer.headers) == (200, is_taken)
             text = (await answer.json())["choices"][0]["text"]
-    (generate,) = prefill.generates.values()
+    (generate,) = decode.generates.values()
     assert generate.output == (tokens if is_taken else ())
     assert text == ("xEF" if is_taken else "DEF")
     error = f"node {decode.register.name} has kept an output that it cannot have made"

@@ -157,7 +157,9 @@ async def test_the_answer_of_a_sibling_that_hangs_breaks_off(folder: Path, monke
                 await answer.read()
 
 
-async def test_a_sibling_that_hangs_in_an_error_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sibling_that_hangs_in_an_error_is_passed_over_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A request that continues a stored response asks all gateways for it, one after the other."""
     monkeypatch.setattr(forwarding, "ANSWER_TIMEOUT_S", 0.1)
     closed: list[int] = []
@@ -176,6 +178,7 @@ async def test_a_sibling_that_hangs_in_an_error_is_passed_over(monkeypatch: pyte
     async with asyncio.timeout(60):
         assert not await group.pass_to_holder(ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND, request)
     assert closed == [1, 1]
+    assert all(record.getMessage().endswith("longer than 0.1 s") for record in caplog.records)
 
 
 async def test_an_abort_reaches_the_gateway_that_has_the_request(folder: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_context_has_room_for_all_listed_nodes_or_the_start_ends_with_the_reas
         inviting(node_context, nodes)
     roomy: Any = zmq.Context()
     roomy.set(zmq.MAX_SOCKETS, 20)
-    invitations.make_room(roomy, len(nodes))
+    invitations.raise_socket_limit(roomy, len(nodes))
     inviting(roomy, nodes).close()
     roomy.destroy(linger=0)
 
