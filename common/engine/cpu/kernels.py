@@ -321,27 +321,27 @@ class Kernels:
         )
         return out
 
-    def linear_grouped(self, x: Tensor, weights: "WeightTable", groups: "Groups", dtype: torch.dtype) -> Tensor:
+    def linear_grouped(self, x: Tensor, weights: WeightTable, groups: Groups, dtype: torch.dtype) -> Tensor:
         """Return the products of groups of rows of contiguous ``x`` with a weight each, without biases, as ``dtype``.
 
         The rows have the bits that ``linear`` or ``linear_quantized`` returns.
         """
         first = weights.packed[0]
         assert x.is_contiguous() and x.shape[1] == _inputs(first)
-        taken = (x.data_ptr(), weights.addresses.data_ptr(), groups.weights.data_ptr(), groups.ends.data_ptr())
+        table = weights.addresses.data_ptr()
+        chosen = (groups.weights.data_ptr(), groups.ends.data_ptr(), len(groups.ends))
         if isinstance(first, PackedWeight):
             out = x.new_empty(x.shape[0], first.outputs, dtype=dtype)
             rows, _memory = _scratch(x, first)
             self._linear_quantized_grouped(
-                *(taken[1], rows, taken[0], *taken[2:], len(groups.ends), out.data_ptr()),
-                *(DTYPES[x.dtype], DTYPES[dtype]),
+                *(table, rows, x.data_ptr(), *chosen, out.data_ptr(), DTYPES[x.dtype], DTYPES[dtype]),
             )
             return out
         assert x.dtype == first.dtype
         out = x.new_empty(x.shape[0], first.shape[0] * LANES, dtype=dtype)
         copied = torch.empty(self.bytes_copied(*x.shape), dtype=torch.uint8, device="cpu")
         self._linear_grouped(
-            *(*taken, len(groups.ends), out.data_ptr(), copied.data_ptr(), x.shape[1], out.shape[1]),
+            *(x.data_ptr(), table, *chosen, out.data_ptr(), copied.data_ptr(), x.shape[1], out.shape[1]),
             *(DTYPES[x.dtype], DTYPES[dtype]),
         )
         return out
