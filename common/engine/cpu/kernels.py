@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 Pair = tuple[Tensor, Tensor]
-LANES = 16  # every width must be a multiple of this
+LANES = 16  # every width must be a multiple of this: BLOCK in kernels.h
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
 LONG_TILE = 256  # tokens of a tile in long_attention.c
