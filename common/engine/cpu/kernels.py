@@ -154,7 +154,7 @@ class Groups(NamedTuple):
 class WeightTable:
     """Packed weights of one shape and format, of which a product takes some: see ``Kernels.linear_grouped``."""
 
-    def __init__(self, packed: Sequence[Tensor] | Sequence[PackedWeight]) -> None:
+    def __init__(self, packed: Sequence[Tensor | PackedWeight]) -> None:
         self.packed = packed
         places = [addressof(one) if isinstance(one, PackedWeight) else one.data_ptr() for one in packed]
         self.addresses = torch.tensor(places, dtype=torch.int64, device="cpu")
