@@ -56,8 +56,7 @@ class StepBatch:
         lengths, first_new: the rows' properties of the same names, computed once.
         positions: ``[N]`` int64 on the device, position of each new token in its request.
         token_pages, token_offsets: ``[N]`` int64 on the device, page and place in it of each new token's KV.
-        page_table: ``[R, max_pages]`` int32 on the device.
-        max_pages: pages of the longest row, at most W.
+        page_table: ``[R, pages of the longest row]`` int32 on the device.
         windows: the same step for window layers that have pages of their own.
     """
 
@@ -68,7 +67,6 @@ class StepBatch:
     token_pages: torch.Tensor
     token_offsets: torch.Tensor
     page_table: torch.Tensor
-    max_pages: int
     windows: "StepBatch | None" = None
 
     @property
@@ -118,7 +116,6 @@ def make_batch(rows: RowArrays, device: torch.device) -> StepBatch:
         token_pages=on_device[1],
         token_offsets=on_device[2],
         page_table=to_device(np.ascontiguousarray(rows.page_table[:, :max_pages]), device),
-        max_pages=max_pages,
         windows=windows,
     )
 

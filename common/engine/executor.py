@@ -4,9 +4,9 @@ The executor keeps a request table with the page table, the sampling parameters 
 so that a plan holds only changes. It decides nothing; asserts check that a plan follows the rules.
 
 On a GPU a step is only queued: the last sampled tokens stay on the device, where the next step reads them, and
-``PendingStep`` waits for the result. A request with penalties, bad words or a grammar has state on the host that its
-next token depends on. A step that follows one with such rows waits for the tokens of that one, but only after its own
-model is queued and before it samples.
+``PendingStep`` waits for the result. A request with penalties, bad words, a grammar or a reasoning budget has state on
+the host that its next token depends on. A step that follows one with such rows waits for the tokens of that one, but
+only after its own model is queued and before it samples.
 """
 
 import itertools
@@ -106,7 +106,7 @@ class TorchExecutor:
         ranks: compute their parts of ``model`` in every step; None: it is the whole model.
 
     Attributes:
-        adapters: the LoRA adapters that requests may have, by id; other threads add them.
+        adapters: the LoRA adapters that requests may have, by id; other threads add and drop them.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The CPU backend: C kernels that read pages in place.
 
 Memory bandwidth limits decode rows and short extends: one kernel reads every key and value once, without gathering.
-Arithmetic limits long extends. In bfloat16, on a processor with AMX or with a dot product of bfloat16 pairs, a second
-kernel computes them by tiles; elsewhere torch's flash attention does, row by row. Pages of int8 are read by the first
-kernel, and by torch for long extends on processors without dot products of integers.
+Arithmetic limits long extends. In bfloat16, on a processor with a dot product of bfloat16 pairs, a second kernel
+computes them by tiles; elsewhere torch's flash attention does, row by row. Pages of int8 are read by the first kernel,
+and by torch for long extends on processors without dot products of integers.
 """
 
 from ctypes import Array
@@ -35,8 +35,8 @@ from common.engine.kv_pool import PAGE_DTYPES, KVPool, LayerKV
 LONG_EXTEND = 32
 NEVER = 1 << 62
 NO_WINDOW = 2**31 - 1
-#: New tokens of a long row in one unit of work for a thread.
-SHORT_PIECE, LONG_PIECE = 128, 1024
+#: The fewest and the most new tokens of a long row in one unit of work for a thread.
+MIN_PIECE, MAX_PIECE = 128, 1024
 PIECES_PER_THREAD = 4
 
 
@@ -58,9 +58,9 @@ class CpuAttention:
         #: Query heads that are computed together.
         self.group = num_heads // self.num_groups
         layout, fits_vectors = pool.layout, pool.layout.head_dim % (2 * LANES) == 0
-        self.has_long_attention = kernels.has_bf16_dot and layout.dtype == "bfloat16" and fits_vectors
-        pairs = {"bfloat16": kernels.has_bf16_dot, "int8": kernels.has_int8_dot}
-        has_dots = pairs.get(layout.dtype, False) and fits_vectors
+        processor_has_dots = {"bfloat16": kernels.has_bf16_dot, "int8": kernels.has_int8_dot}
+        has_dots = fits_vectors and processor_has_dots.get(layout.dtype, False)
+        self.has_long_attention = has_dots and layout.dtype == "bfloat16"
         #: New tokens from which on a row is long.
         self.long_extend = LONG_EXTEND if self.has_long_attention or not has_dots else NEVER
 
@@ -130,7 +130,7 @@ def _long_pieces(batch: StepBatch, rows: NDArray[np.intp], backend: CpuAttention
     """Cut long rows into pieces, of which each thread gets several, unless they become so short that copying counts."""
     threads, layout = torch.get_num_threads(), backend.pool.layout
     fair = int(batch.rows.num_new[rows].sum()) * layout.num_kv_heads // (PIECES_PER_THREAD * threads)
-    pieces = cut_into_pieces(batch, rows, min(max(fair, SHORT_PIECE), LONG_PIECE))
+    pieces = cut_into_pieces(batch, rows, min(max(fair, MIN_PIECE), MAX_PIECE))
     length = -(-int(batch.lengths[rows].max()) // LONG_TILE) * LONG_TILE
     return LongPieces(pieces, torch.empty(threads, length * layout.head_dim * 4, dtype=torch.uint8))
 

@@ -21,10 +21,10 @@ from common.engine.device_copies import current_device, to_device
 from common.engine.kv_pool import PAGE_DTYPES, KVPool
 
 #: Scores of a step from which on its prompts are left to the package, such as those of 4,096 tokens with 32 heads. With
-#: half as many, what the calls take the host cost a model of 28 layers more than they saved on an H200.
+#: half as many, a model of 28 layers lost more time on the host than it saved on an H200.
 MIN_SCORES = 1 << 28
-#: Query heads of the longest row's new tokens, as above: the package does not divide the keys of shorter rows, and it
-#: compiles a kernel of its own for those that fit into one of its tiles, which have at most so many.
+#: The longest row must also have more lines than this, new tokens times query heads of a KV head: the package does not
+#: divide the keys of shorter rows, and would compile a further kernel for rows that fit into one of its tiles.
 MIN_LINES = 256
 
 

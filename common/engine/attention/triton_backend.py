@@ -1,8 +1,8 @@
 """The triton backend: own kernels over paged KV, for CUDA; in Triton's interpreter also for the CPU, to test them.
 
-A layer needs one launch to normalise, rotate and write its keys and values, one for rows of several tokens, and two
-for decode rows. Nothing waits for the device, and the grids of a step depend on the number of its pieces, not on the
-lengths of decode rows.
+A layer needs one launch to normalise, rotate and write its keys and values, and one each for short and long rows; a
+further one merges the results where their keys are split. Nothing waits for the device, and the grids of a step depend
+on the number of its pieces, not on the lengths of short rows, as decode rows are.
 """
 
 from collections.abc import Sequence

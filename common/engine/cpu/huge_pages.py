@@ -1,4 +1,4 @@
-"""Memory in huge pages for the weights that every step reads from end to end.
+"""Memory in huge pages for what every step reads from end to end: weights, KV pages, and arrays between products.
 
 Small pages cost a translation for every 4 KiB that is read, and end the processor's prefetching; huge ones have 2 MiB.
 """
@@ -38,7 +38,7 @@ class HugePages:
 
 
 def advise_huge_pages(memory: mmap.mmap) -> None:
-    """Ask for huge pages behind a mapping; a kernel that has none refuses, which changes nothing."""
+    """Ask for huge pages behind a mapping; where Linux has none it refuses, which changes nothing."""
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 Pair = tuple[Tensor, Tensor]
-LANES = 16  # every width must be a multiple of this
+LANES = 16  # every width must be a multiple of this: BLOCK in kernels.h
 MAX_DIM = 256  # as in paged_attention.c
 MAX_QUERIES = 16
 LONG_TILE = 256  # tokens of a tile in long_attention.c
@@ -154,7 +154,7 @@ class Groups(NamedTuple):
 class WeightTable:
     """Packed weights of one shape and format, of which a product takes some: see ``Kernels.linear_grouped``."""
 
-    def __init__(self, packed: Sequence[Tensor] | Sequence[PackedWeight]) -> None:
+    def __init__(self, packed: Sequence[Tensor | PackedWeight]) -> None:
         self.packed = packed
         places = [addressof(one) if isinstance(one, PackedWeight) else one.data_ptr() for one in packed]
         self.addresses = torch.tensor(places, dtype=torch.int64, device="cpu")
@@ -321,27 +321,27 @@ class Kernels:
         )
         return out
 
-    def linear_grouped(self, x: Tensor, weights: "WeightTable", groups: "Groups", dtype: torch.dtype) -> Tensor:
+    def linear_grouped(self, x: Tensor, weights: WeightTable, groups: Groups, dtype: torch.dtype) -> Tensor:
         """Return the products of groups of rows of contiguous ``x`` with a weight each, without biases, as ``dtype``.
 
         The rows have the bits that ``linear`` or ``linear_quantized`` returns.
         """
         first = weights.packed[0]
         assert x.is_contiguous() and x.shape[1] == _inputs(first)
-        taken = (x.data_ptr(), weights.addresses.data_ptr(), groups.weights.data_ptr(), groups.ends.data_ptr())
+        table = weights.addresses.data_ptr()
+        chosen = (groups.weights.data_ptr(), groups.ends.data_ptr(), len(groups.ends))
         if isinstance(first, PackedWeight):
             out = x.new_empty(x.shape[0], first.outputs, dtype=dtype)
             rows, _memory = _scratch(x, first)
             self._linear_quantized_grouped(
-                *(taken[1], rows, taken[0], *taken[2:], len(groups.ends), out.data_ptr()),
-                *(DTYPES[x.dtype], DTYPES[dtype]),
+                *(table, rows, x.data_ptr(), *chosen, out.data_ptr(), DTYPES[x.dtype], DTYPES[dtype]),
             )
             return out
         assert x.dtype == first.dtype
         out = x.new_empty(x.shape[0], first.shape[0] * LANES, dtype=dtype)
         copied = torch.empty(self.bytes_copied(*x.shape), dtype=torch.uint8, device="cpu")
         self._linear_grouped(
-            *(*taken, len(groups.ends), out.data_ptr(), copied.data_ptr(), x.shape[1], out.shape[1]),
+            *(x.data_ptr(), table, *chosen, out.data_ptr(), copied.data_ptr(), x.shape[1], out.shape[1]),
             *(DTYPES[x.dtype], DTYPES[dtype]),
         )
         return out

@@ -354,7 +354,7 @@ def generation_defaults(generation: dict[str, Any], folder: Path) -> dict[str, f
     """Return the sampling defaults of generation_config.json; ``do_sample`` is ignored, as in vLLM and SGLang.
 
     Raises:
-        ConfigError: one of them is no finite number.
+        ConfigError: one of them is not a finite number.
     """
     found = {key: generation[key] for key in GENERATION_DEFAULTS if generation.get(key) is not None}
     for key, value in found.items():

@@ -49,7 +49,7 @@ class ExpertProduct(Protocol):
 
 
 class Experts:
-    """A router and the experts among which it chooses. On CPUs only experts that got tokens are read.
+    """A router and the experts among which it chooses. Only experts that got tokens are read.
 
     The router keeps the model's dtype whatever the experts are rounded to: a rounded score may choose other experts.
 

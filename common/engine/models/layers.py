@@ -72,7 +72,7 @@ def rotations(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tu
 
 
 class Operations(Protocol):
-    """The operations between matrix products: in torch on any device, in Triton on CUDA, in C on CPUs that compile it.
+    """The operations between matrix products: in torch on any device, in Triton on CUDA, in C on CPUs.
 
     All implementations return the same; Triton and C read and write memory fewer times. ``x`` is changed in place, so
     that the residual stream of a decoder is one tensor from the embedding to the last norm.

@@ -105,13 +105,10 @@ class GroupedLinear:
 
 def group_linears(linears: Sequence[Linear]) -> GroupedLinear | None:
     """Return the products of packed linear layers without biases; None if they are not computed by our kernels."""
-    products = [linear._product for linear in linears]
-    plain = [product for product in products if isinstance(product, _PlainProduct)]
-    if plain and len(plain) == len(products):
-        return GroupedLinear(plain[0]._kernels, WeightTable([product._weight for product in plain]))
-    rounded = [product for product in products if isinstance(product, _QuantizedProduct)]
-    if rounded and len(rounded) == len(products):
-        return GroupedLinear(rounded[0]._kernels, WeightTable([product._weight for product in rounded]))
+    for kind in (_PlainProduct, _QuantizedProduct):
+        products = [linear._product for linear in linears if isinstance(linear._product, kind)]
+        if products and len(products) == len(linears):
+            return GroupedLinear(products[0]._kernels, WeightTable([product._weight for product in products]))
     return None
 
 

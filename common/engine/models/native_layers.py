@@ -72,7 +72,7 @@ class NativeLayers:
         #: Numbers of a row in each array between the products: normed, qkv, attended, gate_up, gated.
         qkv, o, gate_up, down = products[0]
         self._widths = (qkv.inputs, qkv.outputs, o.inputs, gate_up.outputs, down.inputs)
-        #: Holds the arrays of every step: new memory would have to be provided by the kernel page by page.
+        #: Holds the arrays of every step: the operating system would provide new memory page by page.
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         every = [product for parts in products for product in parts]
         self._max_inputs = max(product.inputs for product in every)

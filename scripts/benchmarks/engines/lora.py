@@ -74,7 +74,7 @@ def random_adapter(config: ModelConfig, rank: int) -> AdapterCheckpoint:
         name: LowRankPair(torch.randn(rank, inputs) * 0.02, torch.randn(outputs, rank) * 0.02)
         for name, (outputs, inputs) in native_adaptable(config).matrices.items()
     }
-    return AdapterCheckpoint("0" * 32, rank, pairs)
+    return AdapterCheckpoint("0" * 32, pairs)
 
 
 def prefill_run(

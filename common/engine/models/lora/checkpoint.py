@@ -59,12 +59,10 @@ class AdapterCheckpoint:
 
     Attributes:
         digest: 32 hexadecimal digits that depend on its scales and on the bytes of its tensors.
-        rank: the highest one.
         pairs: by name of the matrix in the model's checkpoint.
     """
 
     digest: str
-    rank: int
     pairs: dict[str, LowRankPair]
 
 
@@ -99,7 +97,7 @@ def read_adapter(folder: Path, adaptable: Adaptable, *, max_rank: int, root: Pat
     scales = {change.target.name: change.target.scale for change in changes}
     digest = hashlib.blake2b(f"{sorted(scales.items())!r} ".encode(), digest_size=16)
     digest.update(data)
-    return AdapterCheckpoint(digest.hexdigest(), max(change.target.rank for change in changes), pairs)
+    return AdapterCheckpoint(digest.hexdigest(), pairs)
 
 
 def _own_file(folder: Path, name: str, root: Path | None) -> Path:
@@ -129,7 +127,7 @@ class _Target:
 
     Attributes:
         name: of the matrix, or of the parameter with that of its module.
-        experts: for each expert the names of the matrices below each other, and their outputs.
+        experts: for each expert the names of the matrices below each other, and their outputs; of a matrix one entry.
     """
 
     name: str

@@ -385,7 +385,7 @@ class _Observer:
         elif k.shape[1] != v.shape[1]:
             complaint = f"its attention has {k.shape[1]} heads of keys and {v.shape[1]} of values"
         elif sinks is not None and not names:
-            complaint = "its attention sinks are no weights of the layer"
+            complaint = "its attention sinks are not weights of the layer"
         attention = LayerAttention(
             scale=given.get("scaling"),
             window=given.get("sliding_window"),
@@ -434,7 +434,7 @@ def _conflict(calls: Sequence[_Call], num_layers: int) -> str:
     if len(shapes) > 1:
         return f"its layers differ in heads (query heads, KV heads, key size, value size): {shapes}"
     if calls[0].shape[0] % calls[0].shape[1]:
-        return f"{calls[0].shape[0]} query heads are no multiple of {calls[0].shape[1]} KV heads"
+        return f"{calls[0].shape[0]} query heads are not a multiple of {calls[0].shape[1]} KV heads"
     return ""
 
 

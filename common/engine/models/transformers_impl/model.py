@@ -4,9 +4,9 @@ The library lets an attention function be registered by name, and hands it the q
 one here writes the new keys and values into their pages and calls the attention backend of the step. All tokens of a
 step are one row ``[1, N]`` with their positions: there is no padding and no mask, and the library keeps no cache.
 
-The library's class is not changed, except that on a CPU its linear layers are replaced by packed ones, that ranks have
-parts of its parameters (``tp_plan``), and that the projection to the vocabulary runs apart from the layers, only for
-the rows that need logits.
+The library's class is not changed, except that on a CPU its linear layers and experts are replaced by packed ones, that
+ranks have parts of its parameters (``tp_plan``), and that the projection to the vocabulary runs apart from the layers,
+only for the rows that need logits.
 """
 
 import contextlib

@@ -82,9 +82,9 @@ def _parse_fp8(config: dict[str, Any], folder: Path) -> CheckpointQuantization:
 
 
 def _parse_awq(config: dict[str, Any], folder: Path) -> CheckpointQuantization:
-    _, form = found = _form(config, "checkpoint_format", "version", "format", default="gemm")
+    key, form = _form(config, "checkpoint_format", "version", "format", default="gemm")
     if form != "gemm":
-        raise _refusal(folder, "awq", f"{' '.join(found)}; only gemm is")
+        raise _refusal(folder, "awq", f"{key} {form}; only gemm is")
     bits = config.get("bits", config.get("w_bit", 4))
     if bits != 4 or not config.get("zero_point", True):
         raise _refusal(
@@ -94,7 +94,7 @@ def _parse_awq(config: dict[str, Any], folder: Path) -> CheckpointQuantization:
 
 
 def _form(config: dict[str, Any], *keys: str, default: str) -> tuple[str, str]:
-    """Return the form of the packing and the key that tells it: the first of ``keys``, as transformers reads them."""
+    """Return the key that tells the form of the packing, the first of ``keys`` as in transformers, and the form."""
     return next(((key, str(config[key]).lower()) for key in keys if config.get(key)), (keys[0], default))
 
 
@@ -102,9 +102,9 @@ def _parse_gptq(config: dict[str, Any], folder: Path) -> CheckpointQuantization:
     bits = config.get("bits")
     if bits not in (4, 8):
         raise _refusal(folder, "gptq", f"bits {bits}; only 4 and 8 are")
-    _, form = found = _form(config, "checkpoint_format", "format", default="gptq")
+    key, form = _form(config, "checkpoint_format", "format", default="gptq")
     if form not in ("gptq", "gptq_v2"):
-        raise _refusal(folder, "gptq", f"{' '.join(found)}; only gptq and gptq_v2 are")
+        raise _refusal(folder, "gptq", f"{key} {form}; only gptq and gptq_v2 are")
     return CheckpointQuantization(
         "gptq", f"GPTQ, {bits} bits", has_zeros_less_one=form == "gptq", is_symmetric=bool(config.get("sym", True))
     )
