@@ -165,8 +165,12 @@ def test_unusable_reports_and_files_are_refused(tmp_path: Path, capsys: pytest.C
         assert main(["--compare", good, path]) == WRONG
     assert main(["--compare", good, good, "--html", str(tmp_path / "no" / "x.html")]) == WRONG
     assert main(["--compare", good, good, "--svg", good]) == WRONG
+    assert main(["--compare", good, good, "--html", good]) == WRONG
+    both = str(tmp_path / "both")
+    assert main(["--compare", good, good, "--json", both, "--html", both]) == WRONG
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 8 and all(line.startswith("loadtest: ") for line in lines)
+    assert lines[-1] == f"loadtest: --json and --html name the same file, {both}"
+    assert len(lines) == 10 and all(line.startswith("loadtest: ") for line in lines)
 
 
 @pytest.mark.parametrize("value", [None, [], {}, "x", True])
