@@ -364,11 +364,10 @@ def _shares(count: int) -> list[float]:
     return [(rank + 1) / count for rank in range(count)]
 
 
-def write_svgs(charts: Sequence[TitledChart], folder: str) -> list[str]:
-    """Write each chart to a file named by its title; return the paths."""
+def write_svgs(charts: Sequence[TitledChart], folder: str) -> None:
+    """Write each chart to a file named by its title."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    paths = [place / ("-".join(re.findall(r"[a-z0-9]+", title.lower())) + ".svg") for title, _ in charts]
-    for path, (title, chart) in zip(paths, charts, strict=True):
-        path.write_text(chart.file(title), encoding="utf-8")
-    return [str(path) for path in paths]
+    for title, chart in charts:
+        name = "-".join(re.findall(r"[a-z0-9]+", title.lower()))
+        (place / f"{name}.svg").write_text(chart.file(title), encoding="utf-8")
