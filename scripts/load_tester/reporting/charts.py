@@ -109,8 +109,7 @@ def attainment_charts(runs: Sequence[Figures], target: float) -> list[TitledChar
 def search_charts(reports: Sequence[Report]) -> list[TitledChart]:
     """The charts of a sweep or a search."""
     figures = rate_figures(reports)
-    target = float(reports[0].config.get("slo_attainment", 0.9))
-    return attainment_charts(figures, target) + rate_charts({"": figures})
+    return attainment_charts(figures, reports[0].target) + rate_charts({"": figures})
 
 
 def _by_rate_finding(name: str, runs: Sequence[Figures]) -> str:
