@@ -274,7 +274,7 @@ def gantt_charts(records: Sequence[RequestRecord]) -> list[TitledChart]:
     if not ordered:
         return []
     step = -(-len(ordered) // MAX_BARS)
-    charts = [("Requests by stage", _bars(ordered[::step], f"requests{f', every {step}th' if step > 1 else ''}"))]
+    charts = [("Requests by stage", _bars(ordered[::step], f"requests{f', one of {step}' if step > 1 else ''}"))]
     if len(ordered) > 2 * NUM_CLOSE:
         close = _busiest(ordered, NUM_CLOSE)
         x = (close[0].intended_s, max(record.ended_s for record in close))
