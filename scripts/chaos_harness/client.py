@@ -18,19 +18,15 @@ class Client:
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
         self._idle: list[tuple[Connection, float]] = []  # since when
-        self.num_in_flight = 0
 
     async def send(self, request: LoadRequest, timeout_s: float, headers: str = "") -> Answer:
         """The answer, however it ended; late if it did not end in time."""
         exchange = self._exchange("POST", request.path, request.body, headers)
-        self.num_in_flight += 1
         try:
             await asyncio.wait_for(self._run(exchange), timeout_s)
         except TimeoutError:
             exchange.error = "timeout"
-        finally:
-            self.num_in_flight -= 1
-            exchange.ended_at = exchange.ended_at or time.monotonic()
+        exchange.ended_at = exchange.ended_at or time.monotonic()
         return read_answer(exchange)
 
     async def leave(self, request: LoadRequest, after_s: float) -> bool:

@@ -19,7 +19,6 @@ class Injected:
     """
 
     name: str
-    target: str
     began_at: float
     ended_at: float
     mark_s: float

@@ -41,10 +41,6 @@ class ProcessResources:
         begun = frozenset((pid, _begun_at(pid)) for pid in pids)
         return cls(begun, frozenset(_tcp(inodes)), frozenset(_unix(inodes)), frozenset(files))
 
-    @property
-    def ports(self) -> frozenset[int]:
-        return frozenset(port for port, _ in self.tcp)
-
     def left(self) -> str:
         """Describes the resources that still exist; empty if none."""
         alive = sorted(pid for pid, begun_at in self.pids if begun_at and _begun_at(pid) == begun_at)

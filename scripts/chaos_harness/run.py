@@ -275,7 +275,7 @@ class Run:
                 node.fault = ""
                 node.may_end = node.may_end and not node.is_running
             mark_s = self._marks().get(fault.name, 0.0)
-            self._injected.append(Injected(fault.name, node.name, began_at, time.monotonic(), mark_s))
+            self._injected.append(Injected(fault.name, began_at, time.monotonic(), mark_s))
 
     def _marks(self) -> dict[str, float]:
         """Longest pause, p99, of the faults that have a mark."""

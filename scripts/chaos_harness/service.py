@@ -168,15 +168,15 @@ class ChaosService:
         await self.until_registered()
         self._keeper = asyncio.create_task(self._keep())
 
-    async def until_registered(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    async def until_registered(self) -> None:
         """Return once every gateway serves, with every node in rotation. Raises ServiceFailed."""
-        ends_at = time.monotonic() + timeout_s
+        ends_at = time.monotonic() + START_TIMEOUT_S
         while not all(node.is_registered for node in self.nodes.values()):
             await self._look()
             dead = [node.name for node in self.nodes.values() if not node.is_running and self._keeper is None]
             if dead or time.monotonic() > ends_at:
                 missing = ", ".join(node.name for node in self.nodes.values() if not node.is_registered)
-                why = f"{', '.join(dead)} ended" if dead else f"not in rotation after {timeout_s:g} s: {missing}"
+                why = f"{', '.join(dead)} ended" if dead else f"not in rotation after {START_TIMEOUT_S:g} s: {missing}"
                 raise ServiceFailed(f"{why}\n{self.log_tail()}")
             await asyncio.sleep(POLL_S)
 

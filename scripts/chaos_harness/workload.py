@@ -32,10 +32,6 @@ class LoadRequest:
     path: str
     body: bytes
 
-    @property
-    def is_streamed(self) -> bool:
-        return bool(json.loads(self.body).get("stream"))
-
 
 def _greedy(drawn: random.Random) -> dict[str, Any]:
     return {"temperature": 0, "max_tokens": drawn.randint(8, 60), "ignore_eos": True}

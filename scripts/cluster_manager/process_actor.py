@@ -10,7 +10,6 @@ import contextlib
 import os
 import secrets
 import signal
-import ssl
 import time
 import urllib.error
 import urllib.request
@@ -33,7 +32,7 @@ from scripts.cluster_manager.command_line import (
     wanted_ports,
 )
 from scripts.cluster_manager.recent_lines import RecentLines
-from scripts.serving.serve import free_port
+from scripts.serving.serve import free_port, pinned_context
 from scripts.serving.supervisor import Child, Supervisor
 
 MAX_LINES, MAX_LINE, TAIL_LINES = 2_000, 4_000, 15
@@ -252,10 +251,7 @@ class ProcessActor:
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         try:
             if certificate := self._spec.values.get("tls_cert"):
-                context = ssl.create_default_context(cafile=certificate)
-                context.check_hostname = False
-                context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-                handlers.append(urllib.request.HTTPSHandler(context=context))
+                handlers.append(urllib.request.HTTPSHandler(context=pinned_context(certificate)))
             with urllib.request.build_opener(*handlers).open(request, timeout=PROBE_TIMEOUT_S) as answer:
                 found: dict[str, Any] = msgspec.json.decode(answer.read(), type=dict)
                 return found

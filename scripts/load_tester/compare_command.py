@@ -10,7 +10,15 @@ import click
 from common.errors import ConfigError
 from scripts.load_tester.analysis.compare import Change, add_verdicts, changes_of
 from scripts.load_tester.analysis.metrics import Figures
-from scripts.load_tester.output_files import FINE, INVALID, REGRESSED, TO_STDOUT, check_file, check_folder
+from scripts.load_tester.output_files import (
+    FINE,
+    INVALID,
+    REGRESSED,
+    TO_STDOUT,
+    check_distinct,
+    check_file,
+    check_folder,
+)
 from scripts.load_tester.reporting.charts import TitledChart, comparison_charts, rate_charts, write_svgs
 from scripts.load_tester.reporting.comparison_report import Pair, comparison_lines, comparison_page
 from scripts.load_tester.reporting.report import read_json, write_json
@@ -52,12 +60,10 @@ def compare_command(words: Sequence[str]) -> int:
 def _run(first: str, second: str, *, threshold: float, out: dict[str, str | None]) -> int:
     if math.isnan(threshold):
         raise ConfigError("--threshold must be a number")
-    for flag, path in (("--json", out["path"]), ("--html", out["page"])):
-        if flag == "--json" and path == TO_STDOUT:
-            continue
+    files = [("--json", None if out["path"] == TO_STDOUT else out["path"]), ("--html", out["page"])]
+    for flag, path in files:
         check_file(path, flag)
-        if path and Path(path).resolve() in (Path(first).resolve(), Path(second).resolve()):
-            raise ConfigError(f"--compare and {flag} name the same file, {path}")
+    check_distinct([("--compare", first), ("--compare", second)], files)
     check_folder(out["folder"], "--svg")
     sides = [(Path(name).stem, read_json(name)) for name in (first, second)]
     try:  # everything that reads the two files

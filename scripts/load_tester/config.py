@@ -231,8 +231,6 @@ class LoadtestConfig(LoadOptions, _Target):
         if self.tenant_header is not None and not re.fullmatch(r"[A-Za-z0-9-]+", self.tenant_header):
             raise ConfigError(f"--tenant-header must be a header's name, not {self.tenant_header!r}")
         _check_rates(self)
-        if self.expect_file and not self.stream and self.return_token_ids:
-            raise ConfigError("--return-token-ids needs --stream")
         timed = {*self.slos, *re.findall(r"slo-(\w+) *=", self.mix or "")} & {"ttft", "itl", "tpot"}
         if not self.stream and timed:
             flags = ", ".join(f"--slo-{name}" for name in sorted(timed))

@@ -42,14 +42,15 @@ QWEN3_600M: dict[str, Any] = {
     "vocab_size": 151_936,
 }
 RECIPE = 2  # rises when what is written below changes
+SEED = 0
 
 
-def random_model(config: dict[str, Any] = QWEN3_600M, *, seed: int = 0) -> Path:
+def random_model(config: dict[str, Any] = QWEN3_600M) -> Path:
     """The folder of a checkpoint with this configuration, made atomically if it does not exist.
 
     Raises BatonError: the weights cannot be written.
     """
-    text = json.dumps([RECIPE, seed, config], sort_keys=True)
+    text = json.dumps([RECIPE, SEED, config], sort_keys=True)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
     folder = cache / f"random-{config['model_type']}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if (folder / "config.json").exists():
@@ -58,7 +59,7 @@ def random_model(config: dict[str, Any] = QWEN3_600M, *, seed: int = 0) -> Path:
     with contextlib.closing(TemporaryFolder("making-", cache)) as place:
         made = place.path / "model"
         made.mkdir()
-        _write_weights_elsewhere(made, config, seed)
+        _write_weights_elsewhere(made, config)
         _write_tokenizer(made, config["vocab_size"])
         (made / "config.json").write_text(json.dumps(config, indent=1))
         if folder.exists():
@@ -94,20 +95,20 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return found | {"model.norm.weight": (hidden,)}
 
 
-def _write_weights_elsewhere(folder: Path, config: dict[str, Any], seed: int) -> None:
+def _write_weights_elsewhere(folder: Path, config: dict[str, Any]) -> None:
     """Write the weights in a process of its own, which frees torch's memory, and ends at once with this one."""
-    words = [sys.executable, "-m", "scripts.models.random_model", str(folder), json.dumps(config), str(seed)]
+    words = [sys.executable, "-m", "scripts.models.random_model", str(folder), json.dumps(config)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
     if status := subprocess.run(bound_command(words), env=environ, check=False).returncode:
         raise BatonError(f"the random weights in {folder} cannot be written (status {status}); see above")
 
 
-def _write_weights(folder: Path, config: dict[str, Any], seed: int) -> None:
+def _write_weights(folder: Path, config: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import save_file
 
     device = "cuda" if torch.cuda.is_available() else "cpu"  # a GPU draws 8 billion numbers in a second
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(SEED)
     tensors = {}
     for name, shape in shapes(config).items():
         is_norm = len(shape) == 1
@@ -130,4 +131,4 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 if __name__ == "__main__":
-    _write_weights(Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))
+    _write_weights(Path(sys.argv[1]), json.loads(sys.argv[2]))

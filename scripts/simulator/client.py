@@ -119,6 +119,17 @@ class Outcome:
     def num_output(self) -> int:
         return len(self.stamps_s) + sum(self.extra.values())
 
+    @property
+    def ttft_s(self) -> float:
+        """From the due instant to the first token; infinite without one."""
+        return self.stamps_s[0] - self.due_at if self.stamps_s else float("inf")
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the first message; None with a single message."""
+        stamps, num_first = self.stamps_s, 1 + self.extra.get(0, 0)
+        return (stamps[-1] - stamps[0]) / (self.num_output - num_first) if len(stamps) > 1 else None
+
 
 def priority_class_of(planned: PlannedRequest, classes: Collection[str]) -> str | None:
     """The priority class that a request names, or the one with the name of its request class; None for none."""

@@ -99,7 +99,7 @@ class EventQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether only idle calls are pending."""
+        """Whether no call is pending but those made with ``background_after``."""
         return len(self._heap) == self.num_background
 
     def step(self) -> None:

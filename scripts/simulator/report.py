@@ -99,14 +99,12 @@ def _reached(outcome: Outcome, name: str) -> float:
     """The latency of a request with tokens that a limit of this name bounds, in seconds; 0 without one."""
     stamps = outcome.stamps_s
     if name == "ttft":
-        return stamps[0] - outcome.due_at
+        return outcome.ttft_s
     if name == "e2e":
         return outcome.ended_at - outcome.due_at
     if name == "itl" and len(stamps) > 1:
         return limited_gap(np.diff(stamps).tolist())
-    if name == "tpot" and len(stamps) > 1:
-        return (stamps[-1] - stamps[0]) / (outcome.num_output - 1 - outcome.extra.get(0, 0))
-    return 0.0
+    return outcome.tpot_s or 0.0 if name == "tpot" else 0.0
 
 
 def summary(values: Sequence[float] | NDArray[np.float64]) -> Figures:
@@ -185,16 +183,11 @@ def latencies(good: Sequence[Outcome]) -> Figures:
     """Latencies in seconds, from the instant at which a request was due."""
     stamps = [np.array(outcome.stamps_s) for outcome in good]
     gaps = [np.diff(each) for each in stamps]
-    tpot = [
-        (outcome.stamps_s[-1] - outcome.stamps_s[0]) / (outcome.num_output - 1 - outcome.extra.get(0, 0))
-        for outcome in good
-        if len(outcome.stamps_s) > 1
-    ]
     return {
-        "ttft": summary([outcome.stamps_s[0] - outcome.due_at for outcome in good]),
+        "ttft": summary([outcome.ttft_s for outcome in good]),
         "itl": summary(np.concatenate(gaps) if gaps else []),
         "first_gap": summary([float(gap[0]) for gap in gaps if len(gap)]),
-        "tpot": summary(tpot),
+        "tpot": summary([tpot for outcome in good if (tpot := outcome.tpot_s) is not None]),
         "e2e": summary([outcome.ended_at - outcome.due_at for outcome in good]),
         **{
             name: summary([outcome.timings[f"{name}_s"] for outcome in good if f"{name}_s" in outcome.timings])

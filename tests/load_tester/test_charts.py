@@ -107,6 +107,12 @@ def test_many_requests_get_a_close_view_of_the_highest_concurrency() -> None:
     assert len(gantt_charts(many[:80])) == 1
 
 
+def test_the_gantt_chart_says_which_of_many_requests_it_shows() -> None:
+    many = [record(at + 0.5, at=float(at)) for at in range(300)]
+    labels = [gantt_charts(several)[0][1].y_label for several in (many[:200], many, 2 * many)]
+    assert labels == ["requests", "requests, one of 2", "requests, one of 3"]
+
+
 def test_counters_become_rates_from_one_change_to_the_next() -> None:
     """Read every second, refreshed every two: 1.5 busy seconds in the first two, 1 in the next, then nothing."""
     values = [10.0, 10.0, 11.5, 11.5, 12.5, 12.5, 12.5, 12.5, 12.5, 12.5]

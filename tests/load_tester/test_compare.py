@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scripts.benchmarks.harness.mock_server import mock_server
-from scripts.load_tester.analysis.compare import add_verdicts, changes_of, compare
+from scripts.load_tester.analysis.compare import Change, add_verdicts, changes_of
 from scripts.load_tester.analysis.metrics import Figures
 from scripts.load_tester.main import main
 from scripts.load_tester.output_files import FINE, INVALID, REGRESSED, WRONG
@@ -46,8 +46,13 @@ def written(folder: Path, **reports: Figures) -> list[str]:
     return [str(folder / f"{name}.json") for name in reports]
 
 
+def compared(before: Figures, after: Figures) -> list[Change]:
+    (changes,) = add_verdicts([changes_of(before, after)], 0.05)
+    return changes
+
+
 def verdicts(before: Figures, after: Figures) -> dict[str, str]:
-    return {change.name: change.verdict for change in compare(before, after, 0.05)}
+    return {change.name: change.verdict for change in compared(before, after)}
 
 
 def test_a_change_counts_only_if_it_is_large_and_significant() -> None:
@@ -103,17 +108,17 @@ def test_correlated_good_requests_count_for_fewer() -> None:
 
 def test_runs_of_one_request_are_not_judged() -> None:
     """A bootstrap of one value has no spread, and would make any difference significant."""
-    one, other = compare(report([0.1]), report([0.2]), 0.05)[:2]
+    one, other = compared(report([0.1]), report([0.2]))[:2]
     assert (one.verdict, one.low, one.p, other.verdict) == ("unknown", None, None, "unknown")
     assert one.ratio == pytest.approx(2)
     empty = report([], count=1, good=0, failed=1)
-    assert [change.verdict for change in compare(empty, empty, 0.05)] == ["same", "same"]
+    assert [change.verdict for change in compared(empty, empty)] == ["same", "same"]
 
 
 def test_more_comparisons_need_stronger_evidence() -> None:
     """A change with p = 0.01 is significant for one pair of runs, not for one of forty pairs."""
     pair = changes_of(report(ttft(1.0)), report(ttft(1.0)))
-    unsure = [type(pair[0])("x", "s", 1.0, 1.1, 1.1, 1.02, 1.19, 0.01)]
+    unsure = [Change("x", "s", 1.0, 1.1, 1.1, 1.02, 1.19, 0.01)]
     assert add_verdicts([unsure], 0.05)[0][0].verdict == "worse"
     found = add_verdicts([unsure, *([pair] * 39)], 0.05)
     assert found[0][0].verdict == "same" and len(found) == 40
@@ -165,8 +170,12 @@ def test_unusable_reports_and_files_are_refused(tmp_path: Path, capsys: pytest.C
         assert main(["--compare", good, path]) == WRONG
     assert main(["--compare", good, good, "--html", str(tmp_path / "no" / "x.html")]) == WRONG
     assert main(["--compare", good, good, "--svg", good]) == WRONG
+    assert main(["--compare", good, good, "--html", good]) == WRONG
+    both = str(tmp_path / "both")
+    assert main(["--compare", good, good, "--json", both, "--html", both]) == WRONG
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 8 and all(line.startswith("loadtest: ") for line in lines)
+    assert lines[-1] == f"loadtest: --json and --html name the same file, {both}"
+    assert len(lines) == 10 and all(line.startswith("loadtest: ") for line in lines)
 
 
 @pytest.mark.parametrize("value", [None, [], {}, "x", True])

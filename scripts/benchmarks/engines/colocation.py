@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=32, help="decode steps of a round (%(default)s)")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
-    parser.set_defaults(device="cpu", dtype="bfloat16", attention="auto", disable_cuda_graph=True)
+    parser.set_defaults(device="cpu", dtype="bfloat16")
 
 
 def run(options: Options) -> dict[str, float]:

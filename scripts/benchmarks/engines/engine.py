@@ -160,7 +160,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", default="", help="numbers of threads, such as 1,2, each with a table (one thread per core)"
     )
-    parser.add_argument("--attention", default="auto", help="attention backend (%(default)s)")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths (%(default)s)")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 8, 32], help="decode batch sizes (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="decode steps (%(default)s)")
@@ -273,7 +272,7 @@ def build(
     weight_dtype: WeightDtype = "auto",
 ) -> TorchExecutor:
     """Our engine with random weights."""
-    weights, _ = random_weights(config, options)
+    weights, _ = random_weights(config, options.dtype, torch.device(options.device))
     return make_executor(config, weights, options, grammars, weight_dtype=weight_dtype)
 
 
@@ -288,7 +287,7 @@ def build_all(config: ModelConfig, options: Options, paths: dict[str, Path], sta
         max_batch=max([1, *options.batch]),
         shape=options.shape,
     )
-    weights, tensors = random_weights(config, options)
+    weights, tensors = random_weights(config, options.dtype, torch.device(options.device))
     peers: list[Peer] = []
     if not options.ours_only:
         peers.append(stack.enter_context(closing(TransformersPeer(config, tensors, workload))))
@@ -307,8 +306,9 @@ def build_all(config: ModelConfig, options: Options, paths: dict[str, Path], sta
     return Engines(ours, quantized, library, peers)
 
 
-def random_weights(config: ModelConfig, options: Options) -> tuple[DecoderWeights, dict[str, Tensor]]:
-    weights, tensors = allocate_weights(config, TORCH_DTYPES[options.dtype], torch.device(options.device))
+def random_weights(config: ModelConfig, dtype: str, device: torch.device) -> tuple[DecoderWeights, dict[str, Tensor]]:
+    """Weights that are not packed yet, and their tensors by name."""
+    weights, tensors = allocate_weights(config, TORCH_DTYPES[dtype], device)
     for name, tensor in tensors.items():
         tensor.fill_(1.0) if "norm" in name else tensor.normal_(0, 0.02)
     return weights, tensors
@@ -357,7 +357,7 @@ def executor_over(model: CausalModel, options: Options, grammars: GrammarCompile
     )
     pool = KVPool(config.layout(PAGE_SIZE, options.dtype), most_tokens // PAGE_SIZE + 2, device)
     pool.pages.view(TORCH_DTYPES[options.dtype]).normal_()
-    backend = make_attention(options.attention, pool, config.num_heads, model.attention_params)
+    backend = make_attention("auto", pool, config.num_heads, model.attention_params)
     num_slots = max([1, *options.batch])
     executor = TorchExecutor(model, pool, backend, num_slots=num_slots, grammars=grammars)
     can_capture = config.implementation == "native" and isinstance(backend, GraphSafeAttention)
@@ -417,10 +417,15 @@ def prefill_run(num_tokens: int, executor: TorchExecutor, options: Options) -> C
     return lambda: executor.run(StepPlan(0, admits, deltas, (Row(0, 0, prompt, True),)))
 
 
-def decode_run(batch: int, executor: TorchExecutor, options: Options) -> Callable[[], object]:
-    """Return a run of ``new_tokens`` steps of ``batch`` rows, each from ``CONTEXT`` cached tokens."""
+def decode_run(
+    batch: int, executor: TorchExecutor, options: Options, adapters: Sequence[str] = ("",)
+) -> Callable[[], object]:
+    """Return a run of ``new_tokens`` steps of ``batch`` rows, each from ``CONTEXT`` cached tokens.
+
+    The rows take the adapters in turn.
+    """
     per_row = executor.pool.layout.num_pages(CONTEXT + options.new_tokens)
-    admits = tuple(Admit(slot, GREEDY, CONTEXT, 1) for slot in range(batch))
+    admits = tuple(Admit(slot, GREEDY, CONTEXT, 1, adapter=adapters[slot % len(adapters)]) for slot in range(batch))
     deltas = tuple(PageDelta(slot, 0, tuple(range(slot * per_row, (slot + 1) * per_row))) for slot in range(batch))
 
     def run_all() -> None:
@@ -436,11 +441,9 @@ def measure_prefill(num_tokens: int, engines: Engines, limits: MachineLimits, op
     theirs: dict[str, Callable[[], float]] = {peer.name: partial(peer.prefill_s, num_tokens) for peer in engines.peers}
     if engines.library is not None:
         theirs[LIBRARY] = in_seconds(prefill_run(num_tokens, engines.library, options), options)
-    flops = 2 * linear_parameters(config, with_head=False) * num_tokens
-    flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
     compute = in_seconds(prefill_run(num_tokens, engines.ours, options), options)
     ours_s, products_s, *theirs_s = times_by_round(
-        [compute, limits.multiplying_s(flops, options), *theirs.values()], options
+        [compute, limits.multiplying_s(prefill_flops(config, num_tokens), options), *theirs.values()], options
     )
     others_s = dict(zip(theirs, theirs_s, strict=True))
     return Measurement(f"prefill {num_tokens}", num_tokens, ours_s, products_s, others_s, mark=PREFILL_MARK)
@@ -521,6 +524,12 @@ def linear_parameters(config: BaseModelConfig, *, with_head: bool, num_experts: 
         more = experts.num_experts + 3 * (chosen * experts.width - config.intermediate_size)
         layers += round(len(experts.layers) * config.hidden_size * more)
     return layers + (config.vocab_size * config.hidden_size if with_head else 0)
+
+
+def prefill_flops(config: BaseModelConfig, num_tokens: int) -> int:
+    """Every token is multiplied by the weights of all layers; half of the products of attention are masked."""
+    flops = 2 * linear_parameters(config, with_head=False) * num_tokens
+    return flops + 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
 
 
 def experts_read(executor: TorchExecutor, run: Callable[[], object]) -> float | None:

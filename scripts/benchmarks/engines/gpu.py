@@ -18,6 +18,7 @@ from common.engine.device_copies import current_device
 from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import TORCH_DTYPES
 from common.errors import BatonError, ConfigError
+from scripts.benchmarks.engines.engine import prefill_flops
 from scripts.benchmarks.engines.gpu_parts import steps
 from scripts.benchmarks.engines.gpu_parts.device import Device, Limits, measure_limits
 from scripts.benchmarks.engines.gpu_parts.goals import goals
@@ -98,8 +99,7 @@ class GpuBenchmark:
         }  # fmt: skip
         for name in self._options.parts:
             limit_s = SHARES[name] * self._options.seconds
-            for _ in self._budget.part(parts[name](), limit_s):
-                pass
+            self._budget.part(parts[name](), limit_s)
             if self._device.is_cuda:
                 torch.cuda.empty_cache()  # other processes need the memory next
         for goal in goals(dict(self._figures)) if is_cuda else ():
@@ -179,8 +179,7 @@ class GpuBenchmark:
                 for batch in options.batches
             ]
             share = SHARES["steps"] * options.seconds / len(options.shapes)
-            for _ in self._budget.part(items, share, growth=3.0):
-                pass
+            self._budget.part(items, share, growth=3.0)
         finally:
             executor.close()
         return ""
@@ -194,7 +193,7 @@ class GpuBenchmark:
                 return "not enough memory"
             seconds = min(one for one in found[1:] if one is not None)
             self._note(f"{name}, tokens/s", num_tokens / seconds)
-            least_s = steps.prefill_least_s(executor.model.config, num_tokens, self._limits)
+            least_s = self._limits.seconds(flops=prefill_flops(executor.model.config, num_tokens))
             self._report(name, seconds, least_s, rate=f"{num_tokens / seconds:.0f} tokens/s")
             return ""
 

@@ -81,7 +81,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=64, help="decode steps of a round (%(default)s)")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds, whose steps are pooled (%(default)s)")
-    parser.set_defaults(attention="auto")
 
 
 def run(options: Options) -> dict[str, float]:
@@ -135,7 +134,7 @@ def byte_alphabet() -> list[str]:
 
 
 def make_executor(config: ModelConfig, compiler: GrammarCompiler, options: Options) -> TorchExecutor:
-    own = {"batch": [2 * options.batch], "prefill": [], "ours_only": True, "disable_cuda_graph": False}
+    own = {"batch": [2 * options.batch], "prefill": [], "disable_cuda_graph": False}
     shape = argparse.Namespace(**{**vars(options), **own})
     return engine.build(config, shape, compiler)
 

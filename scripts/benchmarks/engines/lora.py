@@ -14,14 +14,12 @@ from common.engine.models.config import ModelConfig
 from common.engine.models.lora.adapters import native_adaptable
 from common.engine.models.lora.checkpoint import AdapterCheckpoint, LowRankPair
 from common.errors import ConfigError
-from common.sampling_params import SamplingParams
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 from scripts.benchmarks.engines import engine
 from scripts.load_tester.reporting.formats import counted
 
 SHORTEST = ("--layers=1", "--prefill=64", "--batch=4", "--new-tokens=4", "--rounds=1")
 Options = argparse.Namespace  # the fields of `add_options`
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=16, help="decode steps (%(default)s)")
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
-    parser.set_defaults(device="cpu", dtype="bfloat16", attention="auto", disable_cuda_graph=True)
+    parser.set_defaults(device="cpu", dtype="bfloat16")
 
 
 def run(options: Options) -> dict[str, float]:
@@ -55,7 +53,8 @@ def run(options: Options) -> dict[str, float]:
         f"{'tokens/s, adapters:':<24}" + "".join(f"{name:>12}" for name in columns) + f"{'price':>10}"
     )
     figures: dict[str, float] = {}
-    for kind, counts, make in (("prefill", options.prefill, prefill_run), ("decode batch", options.batch, decode_run)):
+    kinds = (("prefill", options.prefill, prefill_run), ("decode batch", options.batch, engine.decode_run))
+    for kind, counts, make in kinds:
         for count in counts:
             num_tokens = count if kind == "prefill" else count * options.new_tokens
             runs = [make(count, executor, options, some) for some in columns.values()]
@@ -86,23 +85,7 @@ def prefill_run(
     vocab_size = executor.model.config.vocab_size
     admits, deltas, rows = [], [], []
     for slot in range(options.adapters):
-        admits.append(Admit(slot, GREEDY, length, None, adapter=adapters[slot % len(adapters)]))
+        admits.append(Admit(slot, engine.GREEDY, length, None, adapter=adapters[slot % len(adapters)]))
         deltas.append(PageDelta(slot, 0, tuple(range(slot * width, (slot + 1) * width))))
         rows.append(Row(slot, 0, tuple(torch.randint(0, vocab_size, (length,)).tolist()), True))
     return lambda: executor.run(StepPlan(0, tuple(admits), tuple(deltas), tuple(rows)))
-
-
-def decode_run(batch: int, executor: TorchExecutor, options: Options, adapters: Sequence[str]) -> Callable[[], object]:
-    """Return a run of ``new_tokens`` steps of ``batch`` rows, whose adapters take turns."""
-    width = executor.pool.layout.num_pages(engine.CONTEXT + options.new_tokens)
-    admits = tuple(
-        Admit(slot, GREEDY, engine.CONTEXT, 1, adapter=adapters[slot % len(adapters)]) for slot in range(batch)
-    )
-    deltas = tuple(PageDelta(slot, 0, tuple(range(slot * width, (slot + 1) * width))) for slot in range(batch))
-
-    def run_all() -> None:
-        for step in range(options.new_tokens):
-            rows = tuple(Row(slot, engine.CONTEXT + step, None, True) for slot in range(batch))
-            executor.run(StepPlan(step, admits if step == 0 else (), deltas if step == 0 else (), rows))
-
-    return run_all

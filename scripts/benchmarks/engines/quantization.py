@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=28, help="layers of the model (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="the best round counts (%(default)s)")
     parser.add_argument("--context", type=int, default=32_768, help="tokens that attention reads (%(default)s)")
-    parser.set_defaults(device="cpu", dtype="bfloat16", attention="auto", ours_only=True)
+    parser.set_defaults(device="cpu", dtype="bfloat16")
 
 
 def run(options: Options) -> dict[str, float]:

@@ -71,7 +71,7 @@ def measured_load(config: LoadtestConfig, *, salt: int = 0) -> tuple[Report, flo
     """
     contention = CpuContention(os.sched_getaffinity(0))
     report = run_load(config, salt=salt)
-    if "the run was stopped before its end" in report.reasons:
+    if report.was_stopped:
         raise KeyboardInterrupt  # the load tester has handled the signal
     return report, contention.cores()
 

@@ -6,6 +6,7 @@ instants. Every row shows how many cores other processes used meanwhile.
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common.config.shared import SMALL_MODEL
@@ -33,7 +34,7 @@ def measured(flags: Sequence[str], configs: list[LoadtestConfig]) -> list[tuple[
     found = []
     with running_service([*flags, f"--model={SMALL_MODEL}"]) as url:
         for salt, config in enumerate(configs):
-            report, others = measured_load(LoadtestConfig(**vars(config) | {"url": url}), salt=salt)
+            report, others = measured_load(replace(config, url=url), salt=salt)
             found.append((report, others))
             print(f"  {config.rate}/s: {'valid' if report.is_valid else report.reasons}", flush=True)
     return found

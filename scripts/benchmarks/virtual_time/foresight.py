@@ -44,10 +44,6 @@ def simulated(words: Sequence[str], requests: list[PlannedRequest]) -> list[Outc
     return simulation.client.outcomes
 
 
-def ttft_s(outcome: Outcome) -> float:
-    return outcome.stamps_s[0] - outcome.due_at if outcome.stamps_s else float("inf")
-
-
 # ---- the curve ------------------------------------------------------------------------------------------------------
 
 
@@ -63,8 +59,8 @@ def beside_giant(giant: int, rule: str, num_seeds: int) -> tuple[float, float, f
         for index, at in enumerate(instants.tolist(), 1):
             requests.append(PlannedRequest(index, at, ((segment_key(UNIQUE, index), SHORT_TOKENS),), 1))
         outcomes = simulated([*CURVE.split(), rule, f"--seed={seed}"], requests)
-        own += [ttft_s(outcome) for outcome in outcomes if outcome.planned.index == 0]
-        waits += [ttft_s(each) for each in outcomes if each.planned.index and each.due_at < 1.0 + alone_s]
+        own += [outcome.ttft_s for outcome in outcomes if outcome.planned.index == 0]
+        waits += [each.ttft_s for each in outcomes if each.planned.index and each.due_at < 1.0 + alone_s]
     return float(np.percentile(waits, 50)), float(np.percentile(waits, 99)), float(np.mean(own))
 
 
@@ -129,7 +125,7 @@ def good_share(policy: str, num_seeds: int, part_s: float) -> tuple[float, list[
         words = [*DAY.split(), f"--schedule-policy={policy}", f"--seed={seed}"]
         for outcome in simulated(words, [request for request, _ in requests]):
             part = parts[outcome.planned.index]
-            good[part].append(outcome.is_ok and ttft_s(outcome) <= part.objective_s)
+            good[part].append(outcome.is_ok and outcome.ttft_s <= part.objective_s)
     everything = [each for found in good.values() for each in found]
     return float(np.mean(everything)), [float(np.mean(found)) for found in good.values()]
 

@@ -144,7 +144,7 @@ class Figures(NamedTuple):
 def measure(load: Load, rule: Rule) -> Figures:
     simulation = simulate(load.words, load.plan, rule)
     ended = [outcome for outcome in simulation.client.outcomes if outcome.is_ok and outcome.stamps_s]
-    first = [outcome.stamps_s[0] - outcome.due_at for outcome in ended]
+    first = [outcome.ttft_s for outcome in ended]
     gaps = [
         (outcome.stamps_s[-1] - outcome.stamps_s[0]) / (outcome.num_output - 1)
         for outcome in ended

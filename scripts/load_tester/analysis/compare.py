@@ -50,10 +50,6 @@ class Change:
     verdict: str = "unknown"
 
 
-def compare(before: Figures, after: Figures, threshold: float) -> list[Change]:
-    return add_verdicts([changes_of(before, after)], threshold)[0]
-
-
 def add_verdicts(pairs: Sequence[Sequence[Change]], threshold: float) -> list[list[Change]]:
     """Add verdicts to the changes of several pairs of runs, corrected for their number."""
     every = [change for changes in pairs for change in changes]

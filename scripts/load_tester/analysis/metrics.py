@@ -112,7 +112,7 @@ def service(
 
     Args:
         records: measured requests.
-        seconds: length of the window in which they were intended.
+        seconds: over which the goodput is counted.
     """
     broken = [misses(record, slo_limits(classes.get(record.class_name), slos)) for record in records]
     good = sum(not names for names in broken)

@@ -75,16 +75,16 @@ def correlation_time(series: Floats) -> float:
     return float(min(max(1.0, times[far[0]] if len(far) else count), count))
 
 
-def mean_interval(sample: Floats, rng: np.random.Generator, num_free: float | None = None) -> Interval:
+def mean_interval(sample: Floats, rng: np.random.Generator, num_free: float) -> Interval:
     """95 % percentile bootstrap of the mean; its normal limit for a large sample.
 
     Args:
-        num_free: equivalent number of independent values; all of them if not given.
+        num_free: equivalent number of independent values.
     """
     count, mean = len(sample), float(sample.mean())
-    wider = math.sqrt(count / num_free) if num_free else 1.0
-    if (num_free or count) < MIN_FREE:
+    if num_free < MIN_FREE:
         return [None, None]
+    wider = math.sqrt(count / num_free)
     if count > 2000:
         half = wider * 1.96 * float(sample.std()) / math.sqrt(count)
         return [mean - half, mean + half]
@@ -92,9 +92,7 @@ def mean_interval(sample: Floats, rng: np.random.Generator, num_free: float | No
     return [mean + wider * (float(value) - mean) for value in np.quantile(means, (0.025, 0.975))]
 
 
-def quantile_interval(
-    ordered: Floats, share: float, rng: np.random.Generator, num_free: float | None = None
-) -> Interval:
+def quantile_interval(ordered: Floats, share: float, rng: np.random.Generator, num_free: float) -> Interval:
     """95 % percentile bootstrap of a quantile, without resampling.
 
     The k-th smallest of n draws from the sample is its element ``floor(n U)``, U being the k-th smallest of n uniform
@@ -103,11 +101,13 @@ def quantile_interval(
     exceed: where all n lie below the quantile with more than 2.5 %, the interval has no upper end.
     """
     count = len(ordered)
-    free = num_free or count
-    k = max(1.0, share * (free - 1) + 1) if num_free else min(count, max(1, round(share * (count - 1)) + 1))
-    picks = (count * rng.beta(k, max(free - k + 1, 1e-9), RESAMPLES)).astype(np.int64)
+    k = max(1.0, share * (num_free - 1) + 1)
+    picks = (count * rng.beta(k, max(num_free - k + 1, 1e-9), RESAMPLES)).astype(np.int64)
     low, high = np.quantile(ordered[np.minimum(picks, count - 1)], (0.025, 0.975))
-    return [None if (1 - share) ** free > UNBOUNDED else float(low), None if share**free > UNBOUNDED else float(high)]
+    return [
+        None if (1 - share) ** num_free > UNBOUNDED else float(low),
+        None if share**num_free > UNBOUNDED else float(high),
+    ]
 
 
 def clustered_intervals(clusters: Sequence[Floats], rng: np.random.Generator) -> Intervals:
@@ -173,10 +173,8 @@ class Blocks:
 # ---- does a sample follow a distribution? ---------------------------------------------------------------------------
 
 
-def ks_test(
-    sample: Sequence[float] | Floats, cdf: Callable[[Floats], Floats], resolution: float = 0.0
-) -> tuple[float, float]:
-    """Kolmogorov-Smirnov test: the largest distance between a sample and a distribution, and its p-value.
+def ks_p(sample: Sequence[float] | Floats, cdf: Callable[[Floats], Floats], resolution: float = 0.0) -> float:
+    """P-value of the Kolmogorov-Smirnov test, by the largest distance between a sample and a distribution.
 
     Args:
         resolution: uncertainty of each value; a distance that it explains does not count.
@@ -186,7 +184,7 @@ def ks_test(
     above = float((np.arange(1, count + 1) / count - cdf(ordered + resolution)).max())
     below = float((cdf(ordered - resolution) - np.arange(count) / count).max())
     distance = max(above, below, 0.0)
-    return distance, kolmogorov_p(distance * (math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count)))
+    return kolmogorov_p(distance * (math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count)))
 
 
 def kolmogorov_p(scaled: float) -> float:

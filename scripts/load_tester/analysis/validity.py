@@ -73,10 +73,10 @@ def arrival_check(
             min(found["lateness"]["p50"], MAX_RESOLUTION_S) * len(gaps) / max(float(released[-1] - released[0]), 1e-9)
         )
         if config.arrival == "poisson":
-            found["ks_p"] = stats.ks_test(gaps, stats.exponential_cdf, resolution)[1]
+            found["ks_p"] = stats.ks_p(gaps, stats.exponential_cdf, resolution)
         elif config.arrival == "gamma":
             shape = 1 / config.cv**2
-            found["ks_p"] = stats.ks_test(gaps, lambda values: stats.gamma_cdf(values, shape), resolution)[1]
+            found["ks_p"] = stats.ks_p(gaps, lambda values: stats.gamma_cdf(values, shape), resolution)
         else:
             found["astray_s"] = _astray_s(released, config)
     return found

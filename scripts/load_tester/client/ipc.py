@@ -235,11 +235,11 @@ class MessageWriter(asyncio.BaseProtocol):
     async def drain(self) -> None:
         """Write now, and wait while the reader is behind."""
         self._flush()
-        await self._flowing.wait()
+        await self.room()
 
     async def room(self) -> None:
-        if not self._flowing.is_set():
-            await self._flowing.wait()
+        """Wait while the reader is behind."""
+        await self._flowing.wait()
 
     def close(self) -> None:
         """Write what is left and close the pipe."""

@@ -109,8 +109,7 @@ def attainment_charts(runs: Sequence[Figures], target: float) -> list[TitledChar
 def search_charts(reports: Sequence[Report]) -> list[TitledChart]:
     """The charts of a sweep or a search."""
     figures = rate_figures(reports)
-    target = float(reports[0].config.get("slo_attainment", 0.9))
-    return attainment_charts(figures, target) + rate_charts({"": figures})
+    return attainment_charts(figures, reports[0].target) + rate_charts({"": figures})
 
 
 def _by_rate_finding(name: str, runs: Sequence[Figures]) -> str:
@@ -275,7 +274,7 @@ def gantt_charts(records: Sequence[RequestRecord]) -> list[TitledChart]:
     if not ordered:
         return []
     step = -(-len(ordered) // MAX_BARS)
-    charts = [("Requests by stage", _bars(ordered[::step], f"requests{f', every {step}th' if step > 1 else ''}"))]
+    charts = [("Requests by stage", _bars(ordered[::step], f"requests{f', one of {step}' if step > 1 else ''}"))]
     if len(ordered) > 2 * NUM_CLOSE:
         close = _busiest(ordered, NUM_CLOSE)
         x = (close[0].intended_s, max(record.ended_s for record in close))
@@ -364,11 +363,10 @@ def _shares(count: int) -> list[float]:
     return [(rank + 1) / count for rank in range(count)]
 
 
-def write_svgs(charts: Sequence[TitledChart], folder: str) -> list[str]:
-    """Write each chart to a file named by its title; return the paths."""
+def write_svgs(charts: Sequence[TitledChart], folder: str) -> None:
+    """Write each chart to a file named by its title."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    paths = [place / ("-".join(re.findall(r"[a-z0-9]+", title.lower())) + ".svg") for title, _ in charts]
-    for path, (title, chart) in zip(paths, charts, strict=True):
-        path.write_text(chart.file(title), encoding="utf-8")
-    return [str(path) for path in paths]
+    for title, chart in charts:
+        name = "-".join(re.findall(r"[a-z0-9]+", title.lower()))
+        (place / f"{name}.svg").write_text(chart.file(title), encoding="utf-8")

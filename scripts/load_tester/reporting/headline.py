@@ -76,13 +76,12 @@ def tiles(report: Report) -> list[Tile]:
 
 def _goodput(report: Report) -> Tile:
     service = report.service
-    target = float(report.config.get("slo_attainment", 0.9))
     low, high = service["attainment_ci"]
     tone: Tone = ""
     judgement = "no limit given: every answer is good"
     if has_objective(report):
-        is_reached = reaches_objective(report)
-        judgement = f"{percent(service['attainment'])} good: {'reaches' if is_reached else 'misses'} {target * 100:g}%"
+        is_reached, target = reaches_objective(report), f"{report.target * 100:g}%"
+        judgement = f"{percent(service['attainment'])} good: {'reaches' if is_reached else 'misses'} {target}"
         tone = "good" if is_reached else "bad"
     return Tile(
         "Goodput", per_second(service["goodput_per_s"]), "requests/s", "answered within all limits",
@@ -132,7 +131,7 @@ def _missed(report: Report, name: str) -> str:
 
 
 def reaches_objective(report: Report) -> bool:
-    return bool(report.service["attainment"] >= float(report.config.get("slo_attainment", 0.9)))
+    return bool(report.service["attainment"] >= report.target)
 
 
 def objective(report: Report) -> str:
@@ -141,10 +140,9 @@ def objective(report: Report) -> str:
         f"{LATENCIES[name][0]} {limit(value)}{' (99% of its gaps)' if name == 'itl' else ''}"
         for name, value in report.service["limits_s"].items()
     )
-    target = f"{float(report.config.get('slo_attainment', 0.9)) * 100:g}% of requests"
     if not has_objective(report):
         return "none: without --slo-ttft, --slo-itl, --slo-tpot or --slo-e2e every answer counts as good"
-    return f"{target} within {limits or 'the limits of their class'}"
+    return f"{report.target * 100:g}% of requests within {limits or 'the limits of their class'}"
 
 
 # ---- what comes first -----------------------------------------------------------------------------------------------

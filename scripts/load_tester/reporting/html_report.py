@@ -3,7 +3,7 @@
 import datetime
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from scripts.load_tester.reporting import svg
 from scripts.load_tester.reporting.charts import run_sections, search_charts
 from scripts.load_tester.reporting.diagnostics import facts
 from scripts.load_tester.reporting.formats import interval, milliseconds, per_second, percent
-from scripts.load_tester.reporting.headline import Alert, Tile, Tone, alerts, objective, tiles
+from scripts.load_tester.reporting.headline import Alert, Tile, Tone, alerts, objective, reaches_objective, tiles
 from scripts.load_tester.reporting.report import Report, command_of
 from scripts.load_tester.reporting.sanitize import printable_lines
 
@@ -60,7 +60,7 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Row]
     is_words: bool = False
-    num_left_out: int = field(default=0)
+    num_left_out: int = 0
 
     @classmethod
     def of(cls, head: Sequence[str], rows: Sequence[Row], *, is_words: bool = False) -> "Table":
@@ -243,7 +243,6 @@ def _pairs(title: str, values: Figures) -> Table:
 
 def _several(reports: Sequence[Report], found: Sequence[str], best_rate: float | None) -> dict[str, Any]:
     """What the page of several runs has beside them; its tiles are those of the best one."""
-    target = float(reports[0].config.get("slo_attainment", 0.9))
     best = _best(reports, best_rate)
     tone: Tone = "good" if best_rate else "bad" if best_rate is not None else ""
     if best_rate is None:
@@ -258,7 +257,7 @@ def _several(reports: Sequence[Report], found: Sequence[str], best_rate: float |
             *invalid,
         ],
         "tiles": _best_tiles(best, best_rate),
-        "rates": _rates(reports, target),
+        "rates": _rates(reports),
         "charts": search_charts(reports),
     }
 
@@ -281,11 +280,11 @@ def _best_tiles(best: Report, best_rate: float | None) -> list[Tile]:
     return [highest, *(one for one in named if not one.name.startswith("Failed"))]
 
 
-def _rates(reports: Sequence[Report], target: float) -> Table:
+def _rates(reports: Sequence[Report]) -> Table:
     rows = []
     for report in sorted(reports, key=lambda one: float(one.rate or 0.0)):
         service, rates = report.service, report.throughput
-        holds: Tone = "good" if service["attainment"] >= target else "bad"
+        holds: Tone = "good" if reaches_objective(report) else "bad"
         low, high = service["attainment_ci"]
         cells = [
             Cell(

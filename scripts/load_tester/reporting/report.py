@@ -70,6 +70,11 @@ class Report:
         return not self.reasons
 
     @property
+    def target(self) -> float:
+        """The share of requests that should be good (``--slo-attainment``)."""
+        return float(self.config["slo_attainment"])
+
+    @property
     def all_failed(self) -> bool:
         return bool(self.errors["count"] == self.num_measured > 0)
 

@@ -88,19 +88,17 @@ class RequestBodies:
         if self.endpoint == "chat":
             fields.setdefault("messages", self._messages(planned))
             return _encode(fields)
-        name = "input_ids" if self.endpoint == "generate" else "prompt"
-        if self.is_text:
-            name = "text" if self.endpoint == "generate" else "prompt"
         if "prompt" in fields and self.endpoint == "generate":
             prompt = fields.pop("prompt")
             fields["text" if isinstance(prompt, str) else "input_ids"] = prompt
         if {"prompt", "text", "input_ids"} & fields.keys():
             return _encode(fields)
-        prompt_json = b",".join(map(self._encoded, planned.segments))
         if self.is_text:
-            prompt_json = _encode("".join(map(self.text, planned.segments)).removesuffix(" "))
+            name, prompt_json = "text", _encode("".join(map(self.text, planned.segments)).removesuffix(" "))
         else:
-            prompt_json = b"[" + prompt_json + b"]"
+            name, prompt_json = "input_ids", b"[%b]" % b",".join(map(self._encoded, planned.segments))
+        if self.endpoint == "completions":
+            name = "prompt"
         return b"%b,%b:%b}" % (_encode(fields)[:-1], _encode(name), prompt_json)
 
     def _fields(self, planned: PlannedRequest) -> dict[str, Any]:
@@ -145,8 +143,6 @@ class RequestBodies:
 
     def _encoded(self, segment: Segment) -> bytes:
         """Token ids of a segment as JSON without brackets."""
-        if self.is_text:
-            return b""
         kept = self._kept.get(segment)
         if kept is not None:
             self._kept.move_to_end(segment)

@@ -23,14 +23,7 @@ from common.config.scheduling import MAX_PRIORITY
 from common.errors import ConfigError, reason_of
 from scripts.load_tester.reporting.formats import counted
 from scripts.load_tester.workload.lengths import MAX_LENGTH
-from scripts.load_tester.workload.planned_request import (
-    HASH,
-    MASK,
-    UNIQUE,
-    PlannedRequest,
-    Segment,
-    segment_key,
-)
+from scripts.load_tester.workload.planned_request import HASH, UNIQUE, PlannedRequest, Segment, segment_key
 from scripts.load_tester.workload.schedule import MAX_SECONDS
 
 UNIT_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -361,11 +354,10 @@ def _segments(number: int, num_input: int, hash_ids: tuple[int, ...], size: int)
     """Segments of a prompt: ``size`` tokens for each hash id, and the rest of ``num_input``."""
     segments: list[Segment] = []
     left = num_input
-    base = segment_key(HASH, 0)
     for hash_id in hash_ids:
         if left <= 0:
             break
-        segments.append((base | hash_id & MASK, size if left > size else left))
+        segments.append((segment_key(HASH, hash_id), size if left > size else left))
         left -= size
     if left > 0:
         segments.append((segment_key(UNIQUE, number), left))

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 
 from common.errors import ConfigError
+from common.wire.messages import LayoutMessage
 from scripts.load_tester.analysis.records import RequestRecord
 from scripts.load_tester.client.request_headers import common_headers
 from scripts.load_tester.client.server_info import ServerInfo, fetch_server_info, get_json
@@ -71,10 +73,7 @@ def service_size(server: ServerInfo, workers: Any) -> ServiceSize:
         return ServiceSize(model, MAX_PROMPT)
     first = nodes[0]
     try:
-        layout = first["layout"]
-        item = {"float32": 4, "fp8_e4m3": 1, "int8": 1}.get(layout["dtype"], 2)
-        values = 0 if layout.get("is_latent") else layout.get("value_dim") or layout["head_dim"]
-        kv_bytes = layout["num_layers"] * layout["num_kv_heads"] * (layout["head_dim"] + values) * item
+        kv_bytes = msgspec.convert(first["layout"], LayoutMessage).layout().bytes_per_token
         num_devices = {int(one.get("num_ranks", 1)) for one in nodes}
         if len(num_devices) > 1:
             counts = " and ".join(map(str, sorted(num_devices)))
@@ -92,7 +91,7 @@ def service_size(server: ServerInfo, workers: Any) -> ServiceSize:
             min(int(one["max_running"]) for one in nodes),
             *num_devices,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"--calibrate: /v1/workers has an unknown form ({error!r})") from None
 
 

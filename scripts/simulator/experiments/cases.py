@@ -74,6 +74,12 @@ _DISTSERVE = (
     Variant("1 prefill + 3 decode", separate(1, 3)),
 )
 _OPT = {"hardware": "a100", "model": "opt-13b", "context_length": 8_192}
+_CHAT = {
+    **_OPT,
+    "input_len": "lognormal:300:0.9:max=1024",
+    "output_len": "lognormal:150:0.8:max=512",
+    "slo_ttft": "250ms",
+}
 
 DISTSERVE = Experiment(
     "distserve",
@@ -82,15 +88,13 @@ DISTSERVE = Experiment(
     (
         Case(
             "chat",
-            {**_OPT, "input_len": "lognormal:300:0.9:max=1024", "output_len": "lognormal:150:0.8:max=512",
-             "slo_ttft": "250ms", "slo_tpot": "100ms"},
+            {**_CHAT, "slo_tpot": "100ms"},
             2.0,
             _DISTSERVE,
         ),
         Case(
             "chat, strict gaps",
-            {**_OPT, "input_len": "lognormal:300:0.9:max=1024", "output_len": "lognormal:150:0.8:max=512",
-             "slo_ttft": "250ms", "slo_itl": "40ms"},
+            {**_CHAT, "slo_itl": "40ms"},
             2.0,
             _DISTSERVE,
         ),

@@ -1,11 +1,10 @@
 """Runs an experiment: the highest rate at which each variant holds the objectives of each case."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.experiments.cases import Case, Experiment, Variant
-from scripts.simulator.planning.deployment import Deployment
 from scripts.simulator.planning.evaluation import Evaluator
 from scripts.simulator.planning.search import MAX_FACTOR, Evaluate, Goal, capacity
 from scripts.simulator.planning.windows import windows_of
@@ -46,26 +45,20 @@ def run_experiment(
 ) -> list[Measured]:
     goal = Goal(config.slo_attainment, CONFIDENCE)
     found: list[Measured] = []
-    for case, variant in _pairs(experiment):
-        windows = windows_of(
-            case_config(config, case, variant), num_windows=config.plan_windows, num_requests=config.plan_requests
-        )
-        with Evaluator(windows, goal, num_processes=num_processes) as evaluate:
-            found.append(measure(case, variant, evaluate, goal))
-        on_measured(found[-1])
+    for case in experiment.cases:
+        for variant in case.variants:
+            windows = windows_of(
+                case_config(config, case, variant), num_windows=config.plan_windows, num_requests=config.plan_requests
+            )
+            with Evaluator(windows, goal, num_processes=num_processes) as evaluate:
+                found.append(measure(case, variant, evaluate, goal))
+            on_measured(found[-1])
     return found
 
 
 def measure(case: Case, variant: Variant, evaluate: Evaluate, goal: Goal) -> Measured:
-    deployment: Deployment = variant.deployment
-    factor = capacity(evaluate, deployment, goal)
+    factor = capacity(evaluate, variant.deployment, goal)
     return Measured(case, variant, case.rate * factor, is_open=factor >= MAX_FACTOR)
-
-
-def _pairs(experiment: Experiment) -> Iterator[tuple[Case, Variant]]:
-    for case in experiment.cases:
-        for variant in case.variants:
-            yield case, variant
 
 
 def lines_of(experiment: Experiment, measured: list[Measured]) -> list[str]:

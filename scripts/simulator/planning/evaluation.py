@@ -59,7 +59,7 @@ def run_window(config: SimulateConfig, target: float) -> WindowResult:
         num_good=watch.num_good,
         num_late=watch.num_late,
         num_slow=watch.num_slow,
-        ttft_p99_s=float(np.quantile([one.stamps_s[0] - one.due_at for one in answered], 0.99)) if answered else 0.0,
+        ttft_p99_s=float(np.quantile([one.ttft_s for one in answered], 0.99)) if answered else 0.0,
         itl_p99_s=float(np.quantile(np.concatenate(gaps), 0.99)) if gaps else 0.0,
         is_whole=not simulation.is_stopped,
     )

@@ -15,11 +15,10 @@ from scripts.simulator.planning.verdict import Verdict
 WIDTH, INDENT = 80, 12
 #: A window should last this many times the objective of the first token.
 MIN_SPANS = 10.0
-NAMES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "E2E"}
 
 
 def objective_words(config: SimulateConfig) -> str:
-    limits = ", ".join(f"{NAMES[name]} {limit(seconds)}" for name, seconds in config.slos.items())
+    limits = ", ".join(f"{name.upper()} {limit(seconds)}" for name, seconds in config.slos.items())
     return f"{percent(config.slo_attainment)} of requests within {limits}"
 
 

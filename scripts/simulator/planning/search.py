@@ -73,7 +73,7 @@ def _shrink(evaluate: Evaluate, found: Found, goal: Goal, factor: float) -> Foun
     while True:
         deployment = found.deployment
         kinds = sorted(deployment.settings.kinds, key=deployment.devices_of, reverse=True)
-        steps = [(kind, count) for kind in kinds for count in {max(1, deployment.count(kind) // 8): 0, 1: 0}]
+        steps = [(kind, count) for kind in kinds for count in dict.fromkeys((max(1, deployment.count(kind) // 8), 1))]
         smaller = [deployment.plus(kind, -count) for kind, count in steps if deployment.count(kind) > count]
         held = next(((one, v) for one in smaller if goal.is_held(v := evaluate(one, factor))), None)
         if held is None:

@@ -227,7 +227,7 @@ class Cluster:
         arrival = (sender, GATEWAY, self.gateway.on_messages, (sender, messages))
         self.events.of_source(source, arrives_at, self._passes, *arrival)
 
-    def defer_tokens(self, sender: str, steps: RepeatedSteps) -> bool:
+    def defer_tokens(self, steps: RepeatedSteps) -> bool:
         """Let the streams of a repeated step take their tokens from it; False if these have to come as messages."""
         return not self._cuts and self.gateway.defer_tokens(steps)
 

@@ -64,7 +64,7 @@ class Wire:
         bytes_per_tick: bytes that move in one tick, in whole pages and at least one; None for no limit.
         faults: by the number of the page, counted from 0 in the order in which pages start.
         can_recall: False if pages in flight still arrive after ``detach`` (which says so), as with remote memory
-        access.
+            access.
     """
 
     latency: int = 0

@@ -44,9 +44,6 @@ class Network(Wire):
     def num_in_flight(self) -> int:
         return sum(num_pages for tickets in self._in_flight.values() for num_pages in tickets.values())
 
-    def is_carrying(self, writer: InProcessWriter, peer: str) -> bool:
-        return bool(self._in_flight.get((writer, peer)))
-
     def drop(self, writer: InProcessWriter, peer: str) -> list[int]:
         self._in_flight.pop((writer, peer), None)
         return []  # `NetworkWriter` keeps no state of unfinished writes
@@ -58,11 +55,10 @@ class NetworkWriter(InProcessWriter):
         self.page_bytes = store.layout.page_bytes
         self._network = network
         self._wake = wake
-        self._num_writes = 0
 
     def write(self, peer: str, pages: Sequence[tuple[int, int]], *rest: Any) -> int:
-        self._num_writes += 1
-        ticket = self._num_writes
+        self._num_tickets += 1
+        ticket = self._num_tickets
 
         def land() -> None:
             if len(self.store.memory):  # an `EmptyPageStore` has no contents

@@ -79,7 +79,7 @@ class NodeSettings:
 
 class MessageBus(Protocol):
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None: ...
-    def defer_tokens(self, sender: str, steps: RepeatedSteps) -> bool: ...
+    def defer_tokens(self, steps: RepeatedSteps) -> bool: ...
     def to_peer(self, sender: str, peer: str, messages: Sequence[Message]) -> None: ...
     def hang_up(self, sender: str, peer: str) -> None: ...
 
@@ -394,7 +394,7 @@ class Node:
             sender=self.incarnation,
             catch_up=self.catch_up,
         )
-        steps.is_deferred = self._bus.defer_tokens(self.incarnation, steps)
+        steps.is_deferred = self._bus.defer_tokens(steps)
         return steps
 
     def _step_over(self, number: int) -> None:

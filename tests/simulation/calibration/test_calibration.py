@@ -336,6 +336,14 @@ def test_the_size_of_a_service_is_read_from_its_nodes() -> None:
         service_size(server, {"workers": [{"register": {"role": "decode"}}]})
 
 
+def test_the_scales_of_quantized_pages_count_as_kv() -> None:
+    """In int8 each key and each value of a head is eight bytes and a scale of one byte."""
+    nodes = [register(role) for role in ("prefill", "decode")]
+    for node in nodes:
+        node["register"]["layout"]["dtype"] = "int8"  # type: ignore[index]
+    assert service_size(ServerInfo("m", 1_000, "baton", {}), {"workers": nodes}).kv_bytes_per_token == 2 * 4 * 2 * 9
+
+
 def test_a_service_whose_nodes_have_different_numbers_of_devices_is_refused() -> None:
     server = ServerInfo("m", 1_000, "baton", {})
     alike = [register("prefill", num_ranks=2), register("decode", num_ranks=2)]

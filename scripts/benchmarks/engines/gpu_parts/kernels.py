@@ -40,10 +40,9 @@ class AttentionCase:
 
     def least_s(self, config: ModelConfig, dtype: str, limits: Limits) -> float:
         """KV is read once; half of a prompt's products are masked."""
-        kv = 2 * self.batch * self.context * config.num_kv_heads * config.head_dim * ITEM_BYTES[dtype]
         seen = self.num_new * (self.context - self.num_new / 2)
         flops = 4 * self.batch * seen * config.num_heads * config.head_dim
-        return limits.seconds(num_bytes=kv, flops=flops)
+        return limits.seconds(num_bytes=self.kv_bytes(config, dtype), flops=flops)
 
     def kv_bytes(self, config: ModelConfig, dtype: str) -> int:
         return 2 * self.batch * self.context * config.num_kv_heads * config.head_dim * ITEM_BYTES[dtype]

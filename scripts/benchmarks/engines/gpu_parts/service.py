@@ -55,7 +55,7 @@ def measure(shape: str, device: str, *, timeout_s: float) -> Iterator[ServiceRat
                 live=False,
             )
             report, _ = measured_load(config, salt=concurrency)
-            rate = report.to_dict()["throughput"]["output_tokens_per_s"]
+            rate = report.throughput["output_tokens_per_s"]
             yield ServiceRate(concurrency, rate, _transports(url))
 
 

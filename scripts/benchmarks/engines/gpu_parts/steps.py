@@ -11,9 +11,9 @@ from common.engine.executor import TorchExecutor
 from common.engine.kv_pool import KVPool
 from common.engine.models.base_config import BaseModelConfig
 from common.engine.models.config import ModelConfig
-from common.engine.models.decoder import Decoder, allocate_weights
+from common.engine.models.decoder import Decoder
 from common.step_plan import Admit, PageDelta, Row, StepPlan
-from scripts.benchmarks.engines.engine import GREEDY, linear_parameters, model_shape
+from scripts.benchmarks.engines.engine import GREEDY, linear_parameters, model_shape, random_weights
 from scripts.benchmarks.engines.gpu_parts.device import Device, Limits
 
 PAGE_SIZE = 16
@@ -48,9 +48,7 @@ SHAPES: dict[str, ModelConfig] = {
 
 def random_executor(config: ModelConfig, device: Device, *, num_tokens: int, num_slots: int) -> TorchExecutor:
     """An engine with random weights and KV. The pool has room for ``num_tokens``, or for as many as fit."""
-    weights, places = allocate_weights(config, device.dtype, device.device)
-    for name, tensor in places.items():
-        tensor.fill_(1.0) if "norm" in name else tensor.normal_(0, 0.02)
+    weights, _ = random_weights(config, device.dtype_name, device.device)
     weights.pack()
     layout = config.layout(PAGE_SIZE, device.dtype_name)
     num_pages = min(layout.num_pages(num_tokens) + 1, int(device.free_bytes() * POOL_SHARE) // layout.page_bytes)
@@ -110,13 +108,6 @@ def prefill_s(executor: TorchExecutor, num_tokens: int, chunk: int) -> float | N
     pending = [executor.launch(plan) for plan in plans]
     pending[-1].result()
     return time.perf_counter() - began_at
-
-
-def prefill_least_s(config: BaseModelConfig, num_tokens: int, limits: Limits) -> float:
-    """Every token is multiplied by the weights of all layers; half of the products of attention are masked."""
-    flops = 2 * linear_parameters(config, with_head=False) * num_tokens
-    flops += 4 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2 // 2
-    return limits.seconds(flops=flops)
 
 
 def pool_tokens(batches: Sequence[int], contexts: Sequence[int], prompts: Sequence[int], num_steps: int) -> int:
