@@ -42,7 +42,7 @@ class AccessOptions:
     allowed_hosts: tuple[str, ...] = option(
         (),
         "Host name under which clients reach the HTTP server, such as llm.example.com or *.example.com; * allows all. "
-        "Addresses and localhost are always allowed. Without it: all names, or with a --host on loopback no others. May "
+        "Addresses and localhost are always allowed. Without it: all names, or no others if --host is loopback. May "
         "be given more than once.",
         metavar="NAME",
     )
