@@ -42,8 +42,8 @@ class AccessOptions:
     allowed_hosts: tuple[str, ...] = option(
         (),
         "Host name under which clients reach the HTTP server, such as llm.example.com or *.example.com; * allows all. "
-        "Addresses and localhost are always allowed. Without it: all names, but none on loopback. May be given more "
-        "than once.",
+        "Addresses and localhost are always allowed. Without it: all names, or no others if --host is loopback. May "
+        "be given more than once.",
         metavar="NAME",
     )
     allowed_origins: tuple[str, ...] = option(

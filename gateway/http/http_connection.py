@@ -255,6 +255,8 @@ class HttpConnection(HttpToolsProtocol):
         return error
 
     def on_headers_complete(self) -> None:
+        if self.transport.is_closing():  # since the end of the body before
+            return
         self._is_in_headers = False
         self._times_out_at = math.inf
         if self._host is not None and not self.options.hosts.allows(self._host):  # every browser sends it
@@ -304,7 +306,10 @@ class HttpConnection(HttpToolsProtocol):
         assert self.cycle is not None
         self.cycle.on_body_end()
         if self.cycle.response_complete:  # the rest of a body that was answered early
-            self._time_out_after(self.options.header_timeout_s)
+            if self.cycle.keep_alive:
+                self._time_out_after(self.options.header_timeout_s)
+            else:
+                self.close()
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -313,9 +318,14 @@ class HttpConnection(HttpToolsProtocol):
         self.tasks.add(cycle.start(self.app))
 
     def on_response_complete(self) -> None:
-        """Begins the next request, or waits for it. If its body has not been read, the client may still send that."""
+        """Begins the next request, waits for it, or closes. A body that has not been read may still be sent before."""
         assert self._active is not None
-        is_body_read, self._active = not self._active.more_body, None
+        is_kept_alive, is_body_read, self._active = self._active.keep_alive, not self._active.more_body, None
+        if not is_kept_alive:
+            if is_body_read:
+                self.close()
+            elif self.transport.can_write_eof():
+                self.transport.write_eof()
         if self.transport.is_closing():
             return
         if self._pipelined:

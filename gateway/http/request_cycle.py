@@ -87,10 +87,6 @@ class Connection(Protocol):
         """The answer has been written to its end."""
         ...
 
-    def close(self) -> None:
-        """Closes the connection once the client has read everything."""
-        ...
-
 
 class RequestCycle:
     """One request and its answer: the ``receive`` and ``send`` of its ASGI application, and the task that runs it.
@@ -360,8 +356,6 @@ class RequestCycle:
         self.response_complete = True
         if self._waiter is not None:
             self._wake()
-        if not self.keep_alive:
-            self._connection.close()
         self._connection.on_response_complete()
 
 

@@ -514,9 +514,14 @@ class Registry:
         """The kind of node that is missing before a request can be served, in words."""
         if not self._needs_prefill:
             return "decode node"
-        roles = {node.register.role for node in self.workers.values() if not node.is_draining}
+        roles: dict[Role, set[str]] = {}  # the revisions of each
+        for node in self.workers.values():
+            if not node.is_draining:
+                roles.setdefault(node.register.role, set()).add(node.revision)
         if len(roles) == 1:
             return "decode node" if "prefill" in roles else "prefill node"
+        if roles and not set.intersection(*roles.values()):
+            return "pair of a prefill and a decode node with the same weights and options (revision in /v1/workers)"
         problem = next((pair.problem for node in self.workers.values() for pair in node.pairs if pair.problem), "")
         return "pair of a prefill and a decode node" + (problem and f" that can exchange pages ({problem})")
 

@@ -30,7 +30,8 @@ Examples:
   prefill --model DIR        the gateway is on this machine
   prefill --model DIR --keys keys/a --gateway 10.0.0.1:8001 --advertise-host 10.0.0.1
 
-The addresses of other machines need BATON_CLUSTER_KEY too. Logs "registered with the gateway" once it can be used.""",
+An address that other machines reach also needs BATON_CLUSTER_KEY. Logs "registered with the gateway" once it can be
+used.""",
     "decode": """Get the KV pages of prompts from prefill nodes and generate the outputs, in one batch.
 
 \b
@@ -38,7 +39,8 @@ Examples:
   decode --model DIR        the gateway is on this machine
   decode --model DIR --keys keys/b --gateway 10.0.0.1:8001 --advertise-host 10.0.0.2
 
-The addresses of other machines need BATON_CLUSTER_KEY too. Logs "registered with the gateway" once it can be used.""",
+An address that other machines reach also needs BATON_CLUSTER_KEY. Logs "registered with the gateway" once it can be
+used.""",
 }
 
 

@@ -180,9 +180,13 @@ def takes_all_cpus(config: NodeConfig) -> bool:
 
 
 def formats(config: NodeConfig, model: "BaseModelConfig") -> list[str]:
-    """The number formats that nodes must have in common, and that their page layouts do not show."""
+    """The number formats that nodes must have in common, and that their page layouts do not show.
+
+    Nodes that differ only in their pages have one weight version, so that the gateway refuses one of them.
+    """
     weights: list[str] = [] if config.weight_dtype == "auto" else [config.weight_dtype]
-    return weights if config.kv_cache_dtype == "auto" else [*weights, model.resolve_dtype(config.dtype)]
+    dtype = model.resolve_dtype(config.dtype)
+    return weights if config.kv_cache_dtype == "auto" or dtype == model.dtype else [*weights, dtype]
 
 
 def _source(config: NodeConfig) -> "ModelSource":

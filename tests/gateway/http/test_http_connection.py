@@ -459,6 +459,18 @@ async def test_an_unread_body_is_dropped_and_a_slow_one_ends_the_connection(monk
         assert await until_closed(reader) == b""
 
 
+async def test_a_client_that_asks_to_close_reads_an_answer_that_comes_before_the_end_of_its_body():
+    async with serving(say_path) as (_, server), connected(server) as (reader, writer):
+        writer.write(POST + b"Connection: close\r\nContent-Length: 5000000\r\n\r\n")
+        for _ in range(50):
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+        writer.write(b"GET /more HTTP/1.1\r\n\r\n")  # is not answered
+        status, headers, _ = await answer_of(reader)
+        assert (status, headers["connection"]) == (200, "close")
+        assert await until_closed(reader) == b""
+
+
 # ---- what is not HTTP -----------------------------------------------------------------------------------------------
 
 

@@ -243,6 +243,17 @@ def test_a_registry_without_a_usable_pair_is_not_ready():
     assert [node.name for node in nodes.decodes] == ["d", "d2"]
 
 
+def test_nodes_of_both_roles_with_different_weights_lack_a_pair_with_the_same():
+    nodes = registry()
+    assert nodes.lacking == "pair of a prefill and a decode node"
+    nodes.register(A, make_register("prefill", "p", weight_version="1"), 0.0)
+    nodes.register(B, make_register("decode", "d", weight_version="1-int8"), 0.0)
+    assert not nodes.is_ready
+    assert nodes.lacking.startswith("pair of a prefill and a decode node with the same weights and options")
+    nodes.register(C, make_register("decode", "d2", weight_version="1"), 0.0)
+    assert nodes.is_ready
+
+
 def test_decode_nodes_that_compute_prompts_themselves_need_no_usable_pair():
     nodes = Registry(num_token_ids=320, needs_prefill=False)
     nodes.register(A, make_register("prefill", "p"), 0.0)

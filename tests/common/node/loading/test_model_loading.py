@@ -23,7 +23,9 @@ from tests.support.service.service import SMALL_MODEL
         ({}, []),
         ({"dtype": "bfloat16"}, []),  # the format of its pages says so
         ({"weight_dtype": "int8"}, ["int8"]),
-        ({"kv_cache_dtype": "int8", "dtype": "bfloat16"}, ["bfloat16"]),
+        ({"kv_cache_dtype": "int8"}, []),  # as without it: the gateway refuses a node for its pages, and says so
+        ({"kv_cache_dtype": "int8", "dtype": "bfloat16"}, []),  # as the checkpoint
+        ({"kv_cache_dtype": "int8", "dtype": "float32"}, ["float32"]),
         ({"kv_cache_dtype": "int8", "dtype": "float32", "weight_dtype": "int4"}, ["int4", "float32"]),
     ],
 )
