@@ -8,6 +8,7 @@ The ``__post_init__`` of a class checks combinations of fields.
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import tomllib
@@ -82,7 +83,8 @@ def check_unset(config: Any, names: Iterable[str], why: str) -> None:
             raise ConfigError(f"{flag_of(name)} {why}")
 
 
-def options_of(cls: type) -> dict[str, Option]:
+@functools.cache
+def options_of(cls: type) -> Mapping[str, Option]:
     """Return the options of a configuration class by field name, in order; fields without help are not options.
 
     A class whose environment variables would collide with those of others defines its own ``ENV_PREFIX``.

@@ -232,10 +232,11 @@ def test_scaling_and_upgrades_under_load_lose_no_request(ray_hosts: RayHosts, tm
         load.until_more()
         cluster.run("scale", "--autoscale")
         with Load(addresses[::-1], PORT, num_clients=12) as more:
+            more.pause_s = 0.0
             until(lambda: len(cluster.rows("decode")) == 2, "one more node by advice", cluster.explain)
             more.until_more(30)
         assert not more.failures
-        load.pause_s = 5.0  # where other programs take the processors, three clients without a pause need two nodes
+        load.pause_s = 5.0  # where other programs take the processors, three clients with short pauses need two nodes
         cluster.until_ready(1, "decode")
         load.until_more()
         cluster.run("scale", "--decode", "1", "--no-autoscale")

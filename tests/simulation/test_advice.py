@@ -133,7 +133,8 @@ def test_advice_for_a_steady_load_differs_from_the_plan_by_at_most_a_node(
     num_output: int,
     limits: Sequence[str],
 ) -> None:
-    for part in ("_colocated_starts", "_rows", "_capacities"):  # what the planner says of other nodes and loads
+    # What the planner says of other nodes, settings and loads.
+    for part in ("_colocated_starts", "_variants", "_rows", "_capacities"):
         monkeypatch.setattr(Planner, part, lambda *_: ())
     trace = write_trace(tmp_path / "trace.jsonl", [(0, rate), (240, rate)], num_input=num_input, num_output=num_output)
     words = (f"--trace={trace}", *COSTS, *OBJECTIVES, *limits, "--chunked-prefill-size=2048", "--local-prefill=never")

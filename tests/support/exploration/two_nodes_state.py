@@ -2,7 +2,7 @@
 
 import io
 import pickle
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
@@ -42,6 +42,7 @@ class Freezer(pickle.Pickler):
             (allocator.num_pages, allocator._owner.tobytes(), bytes(allocator._stack)),
         ),
         Scope: lambda scope: (_scope, (_number_of(scope),)),
+        deque: lambda items: (deque, (tuple(items),)),
         **{cls: _by_fields(cls) for cls in (Units, DecodeConnection, PrefillConnection, TransferEnd)},
     }
 
@@ -105,13 +106,13 @@ def _of_allocator(allocator: PageAllocator) -> object:
 
 def _of_choice(transport: object) -> object:
     """Return the state of a negotiating transport; its tickets equal those of the transport below."""
-    if isinstance(transport, NegotiatingWriter):
+    if type(transport) is NegotiatingWriter:  # as ``isinstance`` says slowly, since a protocol is above it
         attempts = [
             (peer, a.connect.epoch, a.offers, len(a.rest), a.is_attached, a.failures)
             for peer, a in transport._attempts.items()
         ]
         return (attempts, list(transport._draining))
-    if isinstance(transport, NegotiatingReader):
+    if type(transport) is NegotiatingReader:
         chosen = {peer: (epoch, one.name) for peer, (epoch, one) in transport._chosen.items()}
         return (transport._offered, chosen, transport._unasked, transport._news)
     return None

@@ -48,6 +48,7 @@ RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # also where this user has a token for other clusters
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",  # with Ray's 15, every test that runs beside these would come first
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1500",

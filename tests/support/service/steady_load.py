@@ -24,7 +24,7 @@ class Load:
         may_lose_gateways: a request whose answer breaks off is sent again with its key; otherwise it has failed.
 
     Attributes:
-        pause_s: between two requests of a client.
+        pause_s: between two requests of a client. Without one, the load would take the processors from all that starts.
         num_ended: requests that were answered in full.
         failures: what went wrong with others.
     """
@@ -35,7 +35,7 @@ class Load:
         self.addresses = addresses
         self._port = port
         self._may_lose_gateways = may_lose_gateways
-        self.pause_s = 0.0
+        self.pause_s = 0.3
         self.num_ended = 0
         self.failures: list[str] = []
         self._texts: dict[int, str] = {}
