@@ -141,7 +141,7 @@ class NodeAdapters:
             self._read.put(Read(asked, error=str(error), was_loading=False))
 
     def _last_change(self, name: str) -> tuple[int, bool]:
-        """The number of the last change, and whether it was an unload, which counts before a load of this number."""
+        """The number of the last change, and whether it was an unload, which overrides a load of the same number."""
         if name in self._withdrawn:
             return self._withdrawn[name].adapter.change, True
         if name in self._serving:

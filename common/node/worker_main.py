@@ -64,7 +64,7 @@ def run(config: NodeConfig, factories: Mapping[Role, RoleFactory], rank_module: 
         factories: of both roles, so that the gateway can change the role of this node; or of its own alone.
         rank_module: the main module of the other ranks of this node.
     Returns:
-        The exit status: 0 stopped on purpose, 1 failed, 2 refused.
+        The exit status: 0 stopped on purpose, 1 failed, 2 refused by every gateway or wrongly configured.
     """
     raise_open_file_limit()
     writer = configure_logging(config.node_name, level=config.log_level, log_format=config.log_format)

@@ -45,7 +45,7 @@ NixlSettings = Annotated[dict[Id, Sentence], Meta(max_length=128)]
 
 MAX_SECONDS = 1e10
 MAX_AMOUNT = 1 << 53
-#: An instant or a duration. It is finite, since a sum or an estimate never forgets another one.
+#: An instant or a duration. It is finite, since a sum or a mean that an infinite one enters stays infinite.
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=MAX_SECONDS)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
@@ -343,7 +343,7 @@ class Adapters(Message, frozen=True, tag="adapters"):
 
 
 class Deregister(Message, frozen=True, tag="deregister"):
-    """node -> gateway: the node drains. It takes no more requests, finishes or moves those it has, and then stops."""
+    """node -> gateway: the node takes no more requests, finishes or moves those it has, and then leaves its role."""
 
     is_empty: bool = False  # it is done with all requests; the decode nodes have every page that they needed from it
 

@@ -196,7 +196,7 @@ class Sender:
             self._answer_and_remember(peer, key, TransferEnd("failed", message, code))
 
     def computed(self, key: RequestKey, pages: Sequence[int]) -> None:
-        """``pages`` hold indices ``0 .. len(pages)`` of the prompt, whole and final. They grow; a closed key is
+        """``pages`` hold indices ``0 .. len(pages) - 1`` of the prompt, whole and final. They grow; a closed key is
         ignored.
         """
         session = self._table.active(key)

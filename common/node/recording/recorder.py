@@ -97,7 +97,7 @@ class Recorder:
             log.error("recording ends here: the disk is too slow")
 
     def close(self) -> None:
-        """Write the frames that wait, for five seconds at most."""
+        """Write the frames that wait, for ``CLOSE_S`` at most, or twice that if the queue is full."""
         self._is_over = True
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_S)
