@@ -193,6 +193,25 @@ class EventLoop:
                 self._depart(self._departure, now)
             self._links.remind(now)
 
+    def _wait(self, longest_s: float) -> None:
+        files = [int(file) for file in self._role.files()]
+        for file in self._files:
+            if file not in files:
+                self._poller.unregister(file)
+        for file in files:
+            if file not in self._files:
+                self._poller.register(file, zmq.POLLIN)
+        self._files = files
+        longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
+        if self._listen.is_probing:
+            longest_s = min(longest_s, PROBE_EVERY_S)
+        if self._departure is not None:
+            longest_s = min(longest_s, DEPARTURE_CHECK_S)
+        if self._has_load_to_report:
+            longest_s = min(longest_s, max(0.0, self._next_load_at - self._clock.now()))
+        if self._wake in dict(self._poller.poll(math.ceil(longest_s * 1_000))):
+            os.eventfd_read(self._wake)
+
     def _compile_grammars(self, now: float) -> None:
         """Begin to compile what the role needs, and tell it what is ready; a known grammar is ready at once."""
         grammars = self._role.outbox.grammars
@@ -319,25 +338,6 @@ class EventLoop:
             mailbox.close()
         wake, self._wake = self._wake, -1
         os.close(wake)
-
-    def _wait(self, longest_s: float) -> None:
-        files = [int(file) for file in self._role.files()]
-        for file in self._files:
-            if file not in files:
-                self._poller.unregister(file)
-        for file in files:
-            if file not in self._files:
-                self._poller.register(file, zmq.POLLIN)
-        self._files = files
-        longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
-        if self._listen.is_probing:
-            longest_s = min(longest_s, PROBE_EVERY_S)
-        if self._departure is not None:
-            longest_s = min(longest_s, DEPARTURE_CHECK_S)
-        if self._has_load_to_report:
-            longest_s = min(longest_s, max(0.0, self._next_load_at - self._clock.now()))
-        if self._wake in dict(self._poller.poll(math.ceil(longest_s * 1_000))):
-            os.eventfd_read(self._wake)
 
     # ---- receiving --------------------------------------------------------------------------------------------------
 
