@@ -181,9 +181,9 @@ class Sender:
 
     def open(self, key: RequestKey, peer: str) -> None:
         """The request will be computed for this decode node (by incarnation), connected or not."""
-        opened = self._table.open(key, peer, self._now)
-        if isinstance(opened, TransferEnd):
-            self._release(key, opened, is_ok=False)
+        end = self._table.open(key, peer, self._now)
+        if end is not None:
+            self._release(key, end, is_ok=False)
 
     def reject(self, key: RequestKey, peer: str, message: str, code: ErrorCode) -> None:
         """The request will not be computed for this decode node, which is told; a grant that follows gets the same

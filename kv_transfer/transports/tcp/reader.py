@@ -207,9 +207,7 @@ class TcpReader(ReaderTransport):
         if not terms.is_proof(self._key, b"writer", proof):
             self._pending.reject(pending, "key")
             return
-        if (
-            offer is None or terms.index not in offer.awaited
-        ):  # withdrawn, or dialled by another connection in the meantime
+        if offer is None or terms.index not in offer.awaited:  # withdrawn, or made by another connection meanwhile
             self._pending.reject(pending, "token")
             return
         pending.connection.send(terms.proof(self._key, b"accepted"))
