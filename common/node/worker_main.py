@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -26,8 +27,8 @@ from common.discovery.gateway_directory import (
     EtcdGateways,
     FileGateways,
     FixedGateways,
+    GatewayDirectory,
     ListedGateways,
-    WatchedGateways,
 )
 from common.errors import BatonError, ConfigError
 from common.logs import configure_logging
@@ -153,14 +154,14 @@ def _serve_model(
         engine.close()
 
 
-def open_directory(config: NodeConfig) -> FixedGateways | ListedGateways | WatchedGateways:
+def open_directory(config: NodeConfig) -> AbstractContextManager[GatewayDirectory]:
     """Return where the node learns of its gateways. Raises ConfigError: the extra etcd is not installed."""
     if config.is_listed:
-        return ListedGateways(config.role, config.check_gateway, MonotonicClock())
+        return nullcontext(ListedGateways(config.role, config.check_gateway, MonotonicClock()))
     if config.gateway_file is not None:
         return FileGateways(Path(config.gateway_file), config.check_gateway)
     if config.etcd is None:
-        return FixedGateways(config.gateways)
+        return nullcontext(FixedGateways(config.gateways))
     return EtcdGateways(EtcdStore(config), config.check_gateway)
 
 
