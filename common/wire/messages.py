@@ -29,7 +29,8 @@ Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
 MAX_TEXT = 4_096
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-Sentence = Annotated[str, Meta(max_length=512)]
+MAX_SENTENCE = 512
+Sentence = Annotated[str, Meta(max_length=MAX_SENTENCE)]
 ShortText = Annotated[str, Meta(max_length=256)]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
