@@ -24,7 +24,7 @@ from common.node.engine_thread import EngineThread
 from common.node.gateways.gateway_link import NO_LOAD, GatewayLink
 from common.node.gateways.gateway_links import GatewayLinks
 from common.node.gateways.request_owners import RequestOwners
-from common.node.prefill_connections import PrefillConnections
+from common.node.prefill_connections import PrefillMailboxes
 from common.node.role import NodeRole, heartbeat_of
 from common.request import RequestKey
 from common.scheduling.grammar_queue import CompileGrammar
@@ -140,7 +140,7 @@ class EventLoop:
         self._links = GatewayLinks(
             gateways, endpoint, register=self._describe, clock=clock, poller=self._poller, room=room
         )
-        self._sources = PrefillConnections(endpoint, self._poller)
+        self._sources = PrefillMailboxes(endpoint, self._poller)
         for socket in self._listen.sockets:
             self._poller.register(socket, zmq.POLLIN)
         self._poller.register(engine.fileno(), zmq.POLLIN)

@@ -494,7 +494,7 @@ class Tokens(RequestMessage, frozen=True, gc=False, tag="tokens"):
     tokens: tuple[int, ...]
     logprobs: tuple[PackedLogprobs, ...] = ()  # of each of these tokens, or of none
     finish: Finish = ""  # not empty: the last of these tokens ends the output
-    cached_tokens: Count = 0  # with index 0: prompt tokens that the prefill node had cached
+    cached_tokens: Count = 0  # with index 0: prompt tokens that the node had cached
     prompt_logprobs: tuple[PackedLogprobs, ...] = ()  # with index 0: from token ``prompt_logprobs_from`` on
 
 
