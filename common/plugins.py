@@ -93,12 +93,9 @@ class UserPolicy(Policy):
 
     def __init__(self, policy: Any, spec: str) -> None:
         self.name = spec
+        self.overtakes = bool(getattr(policy, "overtakes", False))
         self._policy = policy
         self._failures = _FailureLog(f"--schedule-policy {spec}")
-
-    @property
-    def overtakes(self) -> bool:  # type: ignore[override]
-        return bool(getattr(self._policy, "overtakes", False))
 
     def totals(self) -> dict[str, float]:
         return {"own_policy_failures": float(self._failures.count)}

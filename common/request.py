@@ -1,4 +1,4 @@
-"""A request in a node's scheduler: its tokens, its pages and its progress."""
+"""A request in a scheduler: its tokens, its pages and its progress."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +18,8 @@ LOWEST_PRIORITY = -(2**31)
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request on one node. Only the node's scheduler, its ``PrefillAdder`` and its ``RequestStats`` change it.
+    """A request on one node, or as the gateway queues it. On a node, only the role, the parts of its scheduler and its
+    ``RequestStats`` change it.
 
     Attributes:
         salt: requests with different salts never share cached pages.
@@ -132,7 +133,7 @@ class Request:
 
     @property
     def num_uncached(self) -> int:
-        """Number of tokens that a waiting request must still compute."""
+        """Number of tokens that are still to be computed: not in pages and, while the request waits, not cached."""
         num_found = self.num_computed if self.watch is None else self.watch.num_tokens
         return len(self.prompt) + len(self.output) - num_found
 

@@ -1,6 +1,6 @@
 """The plan of a step, which a scheduler gives to the executor, and its result.
 
-A plan holds only integers, so that it can be sent to other ranks. Prefill chunks, requests with cached prefixes,
+A plan holds plain values and no tensors, so that it can be recorded. Prefill chunks, requests with cached prefixes,
 resumed requests and decode rows are all a ``Row``, which extends a slot by tokens from a position on. A decode row
 extends by one token, the token sampled last, which the executor has kept.
 """
@@ -12,7 +12,7 @@ from common.sampling_params import SamplingParams, TokenLogprobs
 
 
 class Admit(NamedTuple):
-    """Assigns a slot of the executor's request table to a request. Sent once, before the first row of the slot."""
+    """Assigns a slot of the executor's request table to a request. Sent before its first row in that slot."""
 
     slot: int
     sampling: SamplingParams

@@ -85,7 +85,7 @@ class PageReservations:
 
     def num_pages(self, request: Request) -> int:
         """Pages of all tokens that it takes to decode the request's next token."""
-        return -(-request.num_decodable // self.page_size)
+        return self.kv_window.num_pages(request.num_decodable)
 
     def num_pending(self, request: Request) -> int:
         """Pages that the request could use and that are being received for another request."""
@@ -94,9 +94,7 @@ class PageReservations:
         tokens, received_from = packed_tokens(request, request.num_decodable), self._received_from(request)
         return self._cache.num_pending(tokens, request.salt, received_from=received_from)
 
-    def lacks(
-        self, request: Request, num_tokens: int, without: Sequence[Request] = (), *, is_here: bool = False
-    ) -> bool:
+    def lacks(self, request: Request, num_tokens: int, without: Sequence[Request], *, is_here: bool) -> bool:
         """Whether there is no room for ``num_tokens``, counting the cached prefix of the request as room.
 
         Pages that linger until an outstanding step is committed count as room, too.
@@ -106,7 +104,7 @@ class PageReservations:
             is_here: the request is computed here.
         """
         match = self.match(request, is_here=is_here)
-        num_pages = -(-num_tokens // self.page_size) - len(match.pages)
+        num_pages = self.kv_window.num_pages(num_tokens) - len(match.pages)
         return not has_room(
             self._cache,
             self._allocator,

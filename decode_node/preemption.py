@@ -81,13 +81,11 @@ class Preemptor:
             return False
         if not self._queue.lacks_pages(first) or self._queue.lacks_pages(first, weaker):
             return False
-        num_retracted = 0
         while weaker and self._queue.lacks_pages(first):
             victim = weaker.pop(0)
             victim.num_preempted += 1
+            self.totals["preemptions"] += 1
             self.retract(victim, now, "its pages go to the more urgent {}", first.rid)
-            num_retracted += 1
-        self.totals["preemptions"] += num_retracted
         return True
 
     def _waits_for_another(self, request: Request, now: float) -> bool:
@@ -165,5 +163,4 @@ class Preemptor:
                 -len(r.prompt),
                 -r.arrived_at,
             ),
-            default=None,
         )

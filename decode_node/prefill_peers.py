@@ -14,8 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.wire.messages import PairState, Peer
-from kv_transfer.receive.connections import MAX_PROBLEM
+from common.wire.messages import MAX_SENTENCE, PairState, Peer
 
 #: Seconds without any message after it was dialled, after which a prefill node counts as lost. A node that attaches for
 #: longer says with a ``Ping`` that it lives.
@@ -158,7 +157,7 @@ class PrefillPeers:
     def problems(self, transport: str) -> list[PairState]:
         """The nodes that were lost and have not answered since, as pairs of this transport that cannot transfer."""
         return [
-            PairState(one.peer.name, key, transport, "", one.problem[:MAX_PROBLEM])
+            PairState(one.peer.name, key, transport, "", one.problem[:MAX_SENTENCE])
             for key, one in self._peers.items()
             if one.problem
         ]

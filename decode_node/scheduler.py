@@ -206,8 +206,8 @@ class DecodeScheduler:
         self._table.local[key] = None
         self.decisions.note(now, request.rid, "resume", "here, since no prefill node does")
 
-    def abort(self, key: RequestKey, arrived: Sequence[int] = ()) -> Request | None:
-        """Forget a request and give its pages back. None if it is unknown.
+    def abort(self, key: RequestKey, arrived: Sequence[int] = ()) -> None:
+        """Forget a request and give its pages back. Unknown keys are ignored.
 
         Pages granted to a transfer in progress stay with the receiver, which frees them after its fence, except for
         the first ones that have ``arrived``.
@@ -215,13 +215,12 @@ class DecodeScheduler:
         is_receiving = key in self._table.receiving
         request = self._table.remove(key)
         if request is None:
-            return None
+            return
         if is_receiving:
             self._reservations.withdraw(request, arrived)
         self._queue.short.pop(key, None)
         self._stopping.pop(key, None)
         release(self._cache, self._allocator, request)
-        return request
 
     def stop_decoding(self, key: RequestKey) -> None:
         """Take a request out of the batch, and queue ``Stopped`` once every step that it is in is committed.
@@ -393,7 +392,8 @@ class DecodeScheduler:
         Returns:
             The requests that have a page more, whether others were retracted for it, and what ``_join_batch`` returns.
         """
-        totals, grown = self._preemptor.totals, list[Request]()
+        totals = self._preemptor.totals
+        grown: list[Request] = []
         has_run_short = False
         while True:
             later = self._join_batch(now, keeps_slots=keeps_slots)
@@ -487,7 +487,7 @@ class DecodeScheduler:
     # ---- taking in a step -------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult) -> list[Effect]:
-        """Take in the result of the oldest outstanding step; see ``take_effects``.
+        """Take in the result of the oldest outstanding step; returns the effects, as ``take_effects``.
 
         Rows of requests that have left the slot they were planned for are ignored.
         """

@@ -108,7 +108,7 @@ class TokenOutput:
         self._outbox.gateway.append(first_token_message(request, sampled.token, sampled.logprobs, sampled.finish))
 
     def _send(self, unsent: list[Sampled], now: float) -> None:
-        """Send the last tokens of a request."""
+        """Send the newest tokens of a request in one message."""
         request, token, _, finish = unsent[-1]
         rid, attempt = request.key
         index = len(request.output) - len(unsent)

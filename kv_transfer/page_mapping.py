@@ -50,6 +50,11 @@ def _ranks_by_head(num_kv_heads: int, num_ranks: int) -> list[list[int]]:
     return [[rank for rank, heads in enumerate(owned) if head in heads] for head in range(num_kv_heads)]
 
 
+def rank_layout(layout: PageLayout, num_ranks: int) -> PageLayout:
+    """The layout of the pages of one of so many ranks, from that of whole pages."""
+    return layout.of_heads(len(kv_heads_of(0, num_ranks, layout.num_kv_heads)))
+
+
 @dataclass(frozen=True, slots=True)
 class Units:
     """The common measure of the pages of two nodes.
@@ -148,10 +153,7 @@ class PageMapping:
         num_stretches = self.units.per_target // len(parts)
         targets = target_parts(theirs, num_stretches, num_sources=num_sources, num_targets=num_targets)
         count = max(len(sources), len(targets))  # the shorter one is repeated
-        ours, theirs = (
-            layout.of_heads(len(kv_heads_of(0, num_ranks, layout.num_kv_heads)))
-            for layout, num_ranks in ((ours, num_sources), (theirs, num_targets))
-        )
+        ours, theirs = rank_layout(ours, num_sources), rank_layout(theirs, num_targets)
         self.slice_pairs: tuple[SlicePair | None, ...] = tuple(
             SlicePair(ours, sources[number % len(sources)], theirs, targets[number % len(targets)])
             for number in range(count)

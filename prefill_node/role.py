@@ -107,16 +107,7 @@ class PrefillRole:
             for sample in message.samples():
                 self._generate(sample, now)
         elif isinstance(message, Abort):
-            key = (message.rid, message.attempt)
-            request = self._scheduler.requests.get(key)
-            if request is not None:
-                self._report_stages(request, now)
-            is_alone = key in self._alone
-            if message.reason == "continued":
-                if self._end(key, "aborted", "another attempt goes on with the request", ErrorCode.TAKEN_OVER):
-                    self._totals["interrupted_requests"] += 1
-            elif self._end(key, "aborted", "the gateway ended it") and is_alone:
-                self.stats.ended(ABORT)
+            self._abort(message, now)
         elif isinstance(message, Reprioritize):
             self._reprioritize(message, now)
         elif isinstance(message, Flush):
@@ -186,13 +177,11 @@ class PrefillRole:
         messages, released = self._sender.take()
         self.outbox.peers.extend(messages)
         for release in released:
-            request = self._scheduler.requests[release.key]
             was_closing = self._scheduler.is_closing(release.key)
             self._scheduler.release(release.key)
-            is_resumed = release.key in self._resumed
-            self._resumed.pop(release.key, None)
+            is_resumed = self._resumed.pop(release.key, None) is not None
             if not (release.ok or was_closing or is_resumed or release.is_told):
-                self._answer_failure(request.key, release.code, release.reason)
+                self._answer_failure(release.key, release.code, release.reason)
         self.outbox.grammars += self._scheduler.grammars.take_effects()
 
     def _perform(self, effects: Sequence[Effect], now: float) -> None:
@@ -281,6 +270,21 @@ class PrefillRole:
                 self._totals["overlapped_transfers"] += self._sender.has_delivered(request.key)
 
     # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _abort(self, message: Abort, now: float) -> None:
+        """End an attempt that the gateway no longer needs."""
+        key = (message.rid, message.attempt)
+        request = self._scheduler.requests.get(key)
+        if request is None or self._scheduler.is_closing(key):
+            return
+        self._report_stages(request, now)
+        if message.reason == "continued":
+            self._totals["interrupted_requests"] += 1
+            self._end(key, "aborted", "another attempt goes on with the request", ErrorCode.TAKEN_OVER)
+        else:
+            if key in self._alone:
+                self.stats.ended(ABORT)
+            self._end(key, "aborted", "the gateway ended it")
 
     def _end(self, key: RequestKey, reason: Reason, message: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED) -> bool:
         """Stop computing and sending a request. False if it is unknown or has ended already."""

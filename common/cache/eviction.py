@@ -25,7 +25,7 @@ RANKS: dict[str, Callable[[TreeNode], Any]] = {
 class EvictionQueue:
     """Evictable leaves, in the order of an eviction policy."""
 
-    def __init__(self, policy: EvictionPolicy = "lru") -> None:
+    def __init__(self, policy: EvictionPolicy) -> None:
         self._rank = RANKS[policy]
         self._heap: list[tuple[Any, int, TreeNode]] = []
 

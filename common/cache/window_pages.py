@@ -356,7 +356,7 @@ class WindowPages:
             self._free += pages
 
     def give(self, source: int, target: int) -> None:
-        """Two full pages hold the same tokens: give the window page of ``source``, which is idle, to ``target``."""
+        """Two full pages hold the same tokens: if ``target`` has no window page, give it that of ``source`` if idle."""
         if self._page_of[source] < 0 or self._holds[source] or self._page_of[target] >= 0:
             return
         self._page_of[target] = self._unmap(source)

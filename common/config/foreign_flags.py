@@ -137,7 +137,7 @@ NO_EQUAL: dict[str, str] = {
     **dict.fromkeys(("--allowed-methods", "--allowed-headers"), _ALL_METHODS),
     "--distributed-executor-backend": "--tp starts the processes of a node; leave it out",
     "--base-gpu-id": "give --device cuda:N",
-    **dict.fromkeys(("--watchdog-timeout",), "give the gateway --node-timeout: a silent node counts as lost"),
+    "--watchdog-timeout": "give the gateway --node-timeout: a silent node counts as lost",
     **dict.fromkeys(("--ssl-ca-certs", "--ssl-cert-reqs"), _NO_CLIENT_CERTS),
 }
 

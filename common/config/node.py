@@ -99,13 +99,13 @@ class NodeConfig(
         check_lora(self)
         check_node_http(self)
         check_discovery(self)
+        if len(self.name or "") > MAX_NAME:
+            raise ConfigError(f"--name has {len(self.name or '')} characters; give at most {MAX_NAME}")
         sources = {
             "--gateway": self.gateway != DEFAULT_GATEWAY,
             "--etcd": self.etcd,
             "--gateway-file": self.gateway_file,
         }
-        if len(self.name or "") > MAX_NAME:
-            raise ConfigError(f"--name has {len(self.name or '')} characters; give at most {MAX_NAME}")
         given = [flag for flag, value in sources.items() if value]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both say where gateways are; give one of them")
@@ -115,10 +115,9 @@ class NodeConfig(
             )
         for address in self.gateways:
             self.check_gateway(address)
-        has_keys = self.insecure or bool(self.keys)
         if len(set(self.gateways)) < len(self.gateways):
             raise ConfigError(f"--gateway {self.gateway} names a gateway twice; leave one of them out")
-        check_reach("--advertise-host", self.advertise_host, has_keys, NEEDS_KEYS)
+        check_reach("--advertise-host", self.advertise_host, self.insecure or bool(self.keys), NEEDS_KEYS)
         self._check_told_addresses()
         if not self.cluster_key:
             flag = "--data-interface" if self.data_interface else "--advertise-host"

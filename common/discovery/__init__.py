@@ -1,1 +1,1 @@
-"""Gateways announce themselves in etcd, and nodes find them there."""
+"""How nodes learn the addresses of gateways, and how gateways announce theirs in etcd."""

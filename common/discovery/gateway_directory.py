@@ -4,7 +4,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from common.clock import Clock
@@ -71,12 +70,6 @@ class FixedGateways(_UninvitedGateways):
     def addresses(self) -> tuple[str, ...]:
         return self._addresses
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
 
 class ListedGateways:
     """Gateways that name this node with ``--prefill`` or ``--decode``, each for a while after it has said so last.
@@ -116,12 +109,6 @@ class ListedGateways:
             self._until = {address: self._until[address] for address in known}
             self._until[invite.address] = self._clock.now() + TTL_S
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
 
 class Unavailable(Exception):
     """A source of addresses cannot be read now."""
@@ -156,9 +143,7 @@ class WatchedGateways(_UninvitedGateways):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from common.config.lora import ADAPTER_NAME, NAME_RULE, adapters_at_start
 from common.config.node import NodeConfig
 from common.errors import ConfigError
-from common.wire.messages import Adapter, Adapters, LoadAdapter, UnloadAdapter
+from common.wire.messages import MAX_SENTENCE, Adapter, Adapters, LoadAdapter, UnloadAdapter
 
 if TYPE_CHECKING:
     from common.engine.executor import TorchExecutor
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_ERROR = 512  # characters of an answer
 MAX_UNLOADED = 1_024  # names that are remembered as unloaded
 
 
@@ -141,7 +140,7 @@ class NodeAdapters:
             self._read.put(Read(asked, error=str(error), was_loading=False))
 
     def _last_change(self, name: str) -> tuple[int, bool]:
-        """The number of the last change, and whether it was an unload, which counts before a load of this number."""
+        """The number of the last change, and whether it was an unload, which overrides a load of the same number."""
         if name in self._withdrawn:
             return self._withdrawn[name].adapter.change, True
         if name in self._serving:
@@ -275,7 +274,7 @@ class NodeAdapters:
     def _answer(self, asked: Asked, error: str = "") -> Adapters:
         if error:
             log.warning("%s", error)
-        return replace(self.state, error=error[:MAX_ERROR], number=asked.message.number)
+        return replace(self.state, error=error[:MAX_SENTENCE], number=asked.message.number)
 
     def close(self) -> None:
         if self._threads is not None:

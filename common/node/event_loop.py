@@ -24,7 +24,7 @@ from common.node.engine_thread import EngineThread
 from common.node.gateways.gateway_link import NO_LOAD, GatewayLink
 from common.node.gateways.gateway_links import GatewayLinks
 from common.node.gateways.request_owners import RequestOwners
-from common.node.prefill_connections import PrefillConnections
+from common.node.prefill_connections import PrefillMailboxes
 from common.node.role import NodeRole, heartbeat_of
 from common.request import RequestKey
 from common.scheduling.grammar_queue import CompileGrammar
@@ -140,7 +140,7 @@ class EventLoop:
         self._links = GatewayLinks(
             gateways, endpoint, register=self._describe, clock=clock, poller=self._poller, room=room
         )
-        self._sources = PrefillConnections(endpoint, self._poller)
+        self._sources = PrefillMailboxes(endpoint, self._poller)
         for socket in self._listen.sockets:
             self._poller.register(socket, zmq.POLLIN)
         self._poller.register(engine.fileno(), zmq.POLLIN)
@@ -192,6 +192,25 @@ class EventLoop:
             if self._departure is not None:
                 self._depart(self._departure, now)
             self._links.remind(now)
+
+    def _wait(self, longest_s: float) -> None:
+        files = [int(file) for file in self._role.files()]
+        for file in self._files:
+            if file not in files:
+                self._poller.unregister(file)
+        for file in files:
+            if file not in self._files:
+                self._poller.register(file, zmq.POLLIN)
+        self._files = files
+        longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
+        if self._listen.is_probing:
+            longest_s = min(longest_s, PROBE_EVERY_S)
+        if self._departure is not None:
+            longest_s = min(longest_s, DEPARTURE_CHECK_S)
+        if self._has_load_to_report:
+            longest_s = min(longest_s, max(0.0, self._next_load_at - self._clock.now()))
+        if self._wake in dict(self._poller.poll(math.ceil(longest_s * 1_000))):
+            os.eventfd_read(self._wake)
 
     def _compile_grammars(self, now: float) -> None:
         """Begin to compile what the role needs, and tell it what is ready; a known grammar is ready at once."""
@@ -319,25 +338,6 @@ class EventLoop:
             mailbox.close()
         wake, self._wake = self._wake, -1
         os.close(wake)
-
-    def _wait(self, longest_s: float) -> None:
-        files = [int(file) for file in self._role.files()]
-        for file in self._files:
-            if file not in files:
-                self._poller.unregister(file)
-        for file in files:
-            if file not in self._files:
-                self._poller.register(file, zmq.POLLIN)
-        self._files = files
-        longest_s = min(longest_s, max(0.0, self._next_heartbeat_at - self._clock.now()))
-        if self._listen.is_probing:
-            longest_s = min(longest_s, PROBE_EVERY_S)
-        if self._departure is not None:
-            longest_s = min(longest_s, DEPARTURE_CHECK_S)
-        if self._has_load_to_report:
-            longest_s = min(longest_s, max(0.0, self._next_load_at - self._clock.now()))
-        if self._wake in dict(self._poller.poll(math.ceil(longest_s * 1_000))):
-            os.eventfd_read(self._wake)
 
     # ---- receiving --------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 NO_KEY = bytes(KEY_BYTES)  # no process has the secret of this public key
 
 
-class PrefillConnections:
+class PrefillMailboxes:
     """A mailbox for each node that was dialled, by its incarnation.
 
     Args:

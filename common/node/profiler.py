@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.wire.messages import ProfileAnswer, StartProfile, StopProfile
+from common.wire.messages import MAX_SENTENCE, ProfileAnswer, StartProfile, StopProfile
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class Profiler:
             profile.export_chrome_trace(str(file))
         except Exception as error:
             log.exception("the profile could not be written")
-            self._written(ProfileAnswer(error=f"{file} could not be written: {error}"[:500]))
+            self._written(ProfileAnswer(error=f"{file} could not be written: {error}"[:MAX_SENTENCE]))
         else:
             log.info("wrote the profile of %d steps to %s", num_steps, file)
             self._written(ProfileAnswer(file=str(file), num_steps=num_steps))
@@ -157,7 +157,7 @@ class Profiler:
 
 def _failure(error: Exception) -> ProfileAnswer:
     log.error("the profiler failed", exc_info=error)
-    return ProfileAnswer(error=f"the profiler failed: {error}"[:500])
+    return ProfileAnswer(error=f"the profiler failed: {error}"[:MAX_SENTENCE])
 
 
 def _numbered(answer: ProfileAnswer, number: int) -> ProfileAnswer:

@@ -25,7 +25,7 @@ def check_adapter(adapter: str, loaded: Container[str]) -> None:
 
 
 def check_generate(message: Generate, vocab_size: int, adapters: Container[str]) -> TokenKey:
-    """Refuse values that would break a step. The gateway never sends them, but a node does not rely on that.
+    """Refuse values that would break a step.
 
     Returns:
         The prompt in packed form.

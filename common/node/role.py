@@ -71,7 +71,7 @@ class NodeRole(Protocol):
     stats: RequestStats
 
     def on_gateway(self, message: Message, now: float) -> None:
-        """``Generate``, ``Abort`` or ``Reprioritize`` of a request; ``Flush`` or ``GetDecisions`` of the node."""
+        """A ``RequestMessage``, or ``Flush``, ``GetDecisions`` or, on a decode node, ``PrefillNodes``."""
         ...
 
     def on_peer(self, peer: str, message: Message, now: float) -> None:

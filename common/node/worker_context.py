@@ -55,12 +55,12 @@ class WorkerContext:
 
     @property
     def constants(self) -> RatioConstants:
-        """Raises ConfigError: a variable is no such number."""
+        """How much output is expected of requests. Raises ConfigError: a ``BATON_*`` variable has a wrong value."""
         return ratio_constants_from_environ(self.environ)
 
     @property
     def sharing(self) -> InBatchPrefixLimits:
-        """Raises ConfigError: a variable is no such number."""
+        """When a prompt waits for a prefix of another one. Raises as ``constants``."""
         return prefix_limits_from_environ(self.environ)
 
     @property
@@ -93,7 +93,7 @@ class WorkerContext:
 
     @property
     def prefill_limits(self) -> PrefillLimits:
-        """Bounds of the prompts that are computed here, in either role. Raises ConfigError: as ``sharing``."""
+        """Bounds of the prompts that are computed here, in either role. Raises as ``sharing``."""
         config, capacity = self.config, self.capacity
         return PrefillLimits(
             max_running=capacity.num_slots,

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -26,8 +27,8 @@ from common.discovery.gateway_directory import (
     EtcdGateways,
     FileGateways,
     FixedGateways,
+    GatewayDirectory,
     ListedGateways,
-    WatchedGateways,
 )
 from common.errors import BatonError, ConfigError
 from common.logs import configure_logging
@@ -64,7 +65,7 @@ def run(config: NodeConfig, factories: Mapping[Role, RoleFactory], rank_module: 
         factories: of both roles, so that the gateway can change the role of this node; or of its own alone.
         rank_module: the main module of the other ranks of this node.
     Returns:
-        The exit status: 0 stopped on purpose, 1 failed, 2 refused.
+        The exit status: 0 stopped on purpose, 1 failed, 2 refused by every gateway or wrongly configured.
     """
     raise_open_file_limit()
     writer = configure_logging(config.node_name, level=config.log_level, log_format=config.log_format)
@@ -153,14 +154,14 @@ def _serve_model(
         engine.close()
 
 
-def open_directory(config: NodeConfig) -> FixedGateways | ListedGateways | WatchedGateways:
+def open_directory(config: NodeConfig) -> AbstractContextManager[GatewayDirectory]:
     """Return where the node learns of its gateways. Raises ConfigError: the extra etcd is not installed."""
     if config.is_listed:
-        return ListedGateways(config.role, config.check_gateway, MonotonicClock())
+        return nullcontext(ListedGateways(config.role, config.check_gateway, MonotonicClock()))
     if config.gateway_file is not None:
         return FileGateways(Path(config.gateway_file), config.check_gateway)
     if config.etcd is None:
-        return FixedGateways(config.gateways)
+        return nullcontext(FixedGateways(config.gateways))
     return EtcdGateways(EtcdStore(config), config.check_gateway)
 
 

@@ -89,7 +89,7 @@ class PrefillLimits:
 
 @dataclass(slots=True)
 class Chunk:
-    """One extend: compute tokens ``start .. start + num_tokens`` of the request in this step.
+    """One extend: compute tokens ``start .. start + num_tokens - 1`` of the request in this step.
 
     Attributes:
         targets: prompt tokens whose log-probabilities are wanted.

@@ -18,7 +18,7 @@ class SkipAhead:
             them. The list only grows.
     """
 
-    def __init__(self, limit: int = MAX_SKIP_AHEAD) -> None:
+    def __init__(self, limit: int) -> None:
         self.blocking: list[Request] = []
         self._limit = limit
         self._refused: list[Request] = []

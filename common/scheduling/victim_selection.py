@@ -13,7 +13,7 @@ def has_room(
     allocator: PageAllocator,
     *,
     num_pages: int,
-    num_windowed: int = 0,
+    num_windowed: int,
     keep: TreeNode,
     without: Sequence[Request] = (),
 ) -> bool:
@@ -32,7 +32,7 @@ def victims_for(
     allocator: PageAllocator,
     *,
     num_pages: int,
-    num_windowed: int = 0,
+    num_windowed: int,
     keep: TreeNode,
     candidates: Iterable[Request],
 ) -> list[Request]:

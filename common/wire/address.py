@@ -82,7 +82,7 @@ def check_host(flag: str, host: str) -> None:
         raise ConfigError(f"{flag} {host} is an address without a port; write it without brackets: {host.strip('[]')}")
 
 
-def check_reach(flag: str, host: str, is_insecure: bool, remedy: str = "") -> None:
+def check_reach(flag: str, host: str, is_insecure: bool, remedy: str) -> None:
     """Raises ConfigError: other machines can reach ``host``, and --insecure does not allow it."""
     check_host(flag, host)
     if not is_loopback(host) and not is_insecure:

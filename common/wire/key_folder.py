@@ -22,7 +22,7 @@ import zmq.auth
 from zmq.utils import z85
 
 from common.errors import ConfigError
-from common.wire.curve import CurveKeys
+from common.wire.curve import KEY_BYTES, CurveKeys
 
 GATEWAY, NODE = "gateway", "node"
 MAX_PERMITTED = 65_536
@@ -145,7 +145,7 @@ def _secret(path: Path) -> bytes:
 def _load(path: Path, *, is_secret: bool) -> bytes:
     try:
         key = zmq.auth.load_certificate(path)[is_secret]
-        if key is not None and len(decoded := z85.decode(key)) == 32:
+        if key is not None and len(decoded := z85.decode(key)) == KEY_BYTES:
             return decoded
     except OSError as error:
         reason = error.strerror or "it does not exist"

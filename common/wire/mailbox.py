@@ -218,7 +218,7 @@ class Mailbox:
         Args:
             target: incarnation of the receiver; a connecting mailbox may leave it empty.
         Returns:
-            False if the peer is not connected, or too much is unsent.
+            False if too much is unsent, or a bound mailbox has no connection to the peer; a connecting one queues.
         """
         return self.send_encoded([self._encoder.encode(message) for message in messages], target)
 

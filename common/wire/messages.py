@@ -29,7 +29,8 @@ Count = Annotated[int, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
 MAX_TEXT = 4_096
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-Sentence = Annotated[str, Meta(max_length=512)]
+MAX_SENTENCE = 512
+Sentence = Annotated[str, Meta(max_length=MAX_SENTENCE)]
 ShortText = Annotated[str, Meta(max_length=256)]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
@@ -45,7 +46,7 @@ NixlSettings = Annotated[dict[Id, Sentence], Meta(max_length=128)]
 
 MAX_SECONDS = 1e10
 MAX_AMOUNT = 1 << 53
-#: An instant or a duration. It is finite, since a sum or an estimate never forgets another one.
+#: An instant or a duration. It is finite, since a sum or a mean that an infinite one enters stays infinite.
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 PositiveSeconds = Annotated[float, Meta(gt=0.0, le=MAX_SECONDS)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
@@ -343,7 +344,7 @@ class Adapters(Message, frozen=True, tag="adapters"):
 
 
 class Deregister(Message, frozen=True, tag="deregister"):
-    """node -> gateway: the node drains. It takes no more requests, finishes or moves those it has, and then stops."""
+    """node -> gateway: the node takes no more requests, finishes or moves those it has, and then leaves its role."""
 
     is_empty: bool = False  # it is done with all requests; the decode nodes have every page that they needed from it
 
@@ -493,7 +494,7 @@ class Tokens(RequestMessage, frozen=True, gc=False, tag="tokens"):
     tokens: tuple[int, ...]
     logprobs: tuple[PackedLogprobs, ...] = ()  # of each of these tokens, or of none
     finish: Finish = ""  # not empty: the last of these tokens ends the output
-    cached_tokens: Count = 0  # with index 0: prompt tokens that the prefill node had cached
+    cached_tokens: Count = 0  # with index 0: prompt tokens that the node had cached
     prompt_logprobs: tuple[PackedLogprobs, ...] = ()  # with index 0: from token ``prompt_logprobs_from`` on
 
 

@@ -1,10 +1,10 @@
-"""The incarnation: an id of one start of one process. A restarted process has another one."""
+"""The incarnation: an id of one start of one process in one role. After a restart or a change of role it differs."""
 
 import secrets
 
 
 def new_incarnation(fingerprint: str = "") -> str:
-    """Return a random id of 32 hexadecimal digits; called once at the start of a process.
+    """Return a random id of 32 hexadecimal digits.
 
     Args:
         fingerprint: begins the id: that of the process's key, if it has one (see ``common.wire.curve``).

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.wire.messages import Connect, Coverage, LayoutMessage, PairState
+from common.wire.messages import MAX_SENTENCE, Connect, Coverage, LayoutMessage, PairState
 from kv_transfer.page_slices import PageSlice
 from kv_transfer.transports.base import ReaderTransport
 
@@ -23,7 +23,6 @@ MAX_BACKOFF_S = 10.0
 #: wait for what is left of an earlier connection.
 ANSWER_S = 10.0
 FIRST_ANSWER_S = 30.0
-MAX_PROBLEM = 512  # characters of a problem that are reported
 
 
 @dataclass(slots=True)
@@ -214,7 +213,7 @@ class PrefillConnections:
         """Prefill nodes from which pages can come, and those from which they should and cannot, with the problem."""
         default = self._transport.name
         return [
-            PairState(one.name, peer, one.transport or default, one.why, one.problem[:MAX_PROBLEM])
+            PairState(one.name, peer, one.transport or default, one.why, one.problem[:MAX_SENTENCE])
             for peer, one in self.by_peer.items()
             if one.is_usable or one.problem
         ]

@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 
 from common.cache.page_layout import layout_conflict
 from common.errors import ErrorCode, invariant
-from common.wire.messages import AttachFailed, Connect, Connected, Coverage, Grant, Message, PairState, Refused
+from common.wire.messages import (
+    MAX_SENTENCE,
+    AttachFailed,
+    Connect,
+    Connected,
+    Coverage,
+    Grant,
+    Message,
+    PairState,
+    Refused,
+)
 from kv_transfer.checksums import wider
 from kv_transfer.page_mapping import PageMapping, units_conflict
 from kv_transfer.send.session import SendSession
@@ -19,7 +29,6 @@ from kv_transfer.transports.base import Attached, AttachError, WriterTransport
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 1_024
-MAX_WHY = 512  # characters of a reason that are sent
 
 
 @dataclass(slots=True)
@@ -196,7 +205,7 @@ class DecodeConnections:
     def _attached(self, connection: DecodeConnection, news: Attached) -> None:
         connection.is_attached = True
         connection.transport = news.transport or self._transport.name
-        connection.why = news.why[:MAX_WHY]
+        connection.why = news.why[:MAX_SENTENCE]
         self.num_attached[connection.transport] += 1
         log.info(
             "sending pages to decode node %s by %s%s",

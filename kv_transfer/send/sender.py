@@ -181,9 +181,9 @@ class Sender:
 
     def open(self, key: RequestKey, peer: str) -> None:
         """The request will be computed for this decode node (by incarnation), connected or not."""
-        opened = self._table.open(key, peer, self._now)
-        if isinstance(opened, TransferEnd):
-            self._release(key, opened, is_ok=False)
+        end = self._table.open(key, peer, self._now)
+        if end is not None:
+            self._release(key, end, is_ok=False)
 
     def reject(self, key: RequestKey, peer: str, message: str, code: ErrorCode) -> None:
         """The request will not be computed for this decode node, which is told; a grant that follows gets the same
@@ -196,7 +196,7 @@ class Sender:
             self._answer_and_remember(peer, key, TransferEnd("failed", message, code))
 
     def computed(self, key: RequestKey, pages: Sequence[int]) -> None:
-        """``pages`` hold indices ``0 .. len(pages)`` of the prompt, whole and final. They grow; a closed key is
+        """``pages`` hold indices ``0 .. len(pages) - 1`` of the prompt, whole and final. They grow; a closed key is
         ignored.
         """
         session = self._table.active(key)

@@ -137,7 +137,7 @@ class SendSession:
         self._release()
 
     def compute(self, pages: Sequence[int]) -> None:
-        """Source pages of indices ``0 .. len(pages)``; may repeat known pages, and grow."""
+        """Source pages of indices ``0 .. len(pages) - 1``; may repeat known pages, and grow."""
         self.apply(SendEvent.COMPUTE)
         self._grow(pages)
 

@@ -42,7 +42,7 @@ class SendTable:
         session = self.sessions.get(key)
         return None if session is None or session.state is SendState.CLOSING else session
 
-    def open(self, key: RequestKey, peer: str, now: float) -> SendSession | TransferEnd:
+    def open(self, key: RequestKey, peer: str, now: float) -> TransferEnd | None:
         """Open a transfer for the role. A ``TransferEnd``: it was over before that."""
         assert key not in self.sessions, f"{key} is open already"
         tombstone = self.tombstones.get(peer, key)
@@ -56,7 +56,7 @@ class SendTable:
             if session.is_suspended:
                 self._suspended[key] = (now + RESUME_LEASE_S, "the connection to the decode node broke")
         self.sessions[key] = session
-        return session
+        return None
 
     def for_grant(self, peer: str, key: RequestKey, now: float) -> SendSession | TransferEnd:
         """The transfer that a grant is for: opened, or kept until the role opens it. A ``TransferEnd``: the grant is

@@ -55,7 +55,7 @@ class WriteQueue:
     """
 
     def __init__(self, transport: WriterTransport, clock: Clock, connections: DecodeConnections) -> None:
-        self.clock = clock
+        self._clock = clock
         self._transport = transport
         self._page_bytes = transport.store.layout.page_bytes
         self._connections = connections
@@ -124,10 +124,10 @@ class WriteQueue:
         return len(units)
 
     def _write(self, session: SendSession, units: Sequence[int], slices: SlicePair | None) -> None:
-        begun_at = self.clock.now()
+        begun_at = self._clock.now()
         pages = session.pages_of(units)
         ticket = self._transport.write(session.peer, pages, slices)
-        self._seconds += self.clock.now() - begun_at
+        self._seconds += self._clock.now() - begun_at
         connection = self._connections.by_peer[session.peer]
         sums: Sums = {}
         if connection.checksums != "off":
@@ -186,7 +186,7 @@ class WriteQueue:
         self._bytes_under_way[peer] -= write.num_bytes
         if not self._bytes_under_way[peer]:
             del self._bytes_under_way[peer]
-        self._write_time.end(write.transport, self.clock.now())
+        self._write_time.end(write.transport, self._clock.now())
         return write
 
     def counters(self) -> dict[str, float]:

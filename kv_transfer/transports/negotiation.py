@@ -36,7 +36,7 @@ class _Attempt:
     """One peer's attachment.
 
     Attributes:
-        rest: transports that are still to be tried.
+        left: transports that are still to be tried.
         failures: sentences about the transports that were tried before ``current``, or that rest.
         has_written: a write has begun since it was attached.
         begun_at: when ``current`` began to attach.
@@ -48,7 +48,7 @@ class _Attempt:
 
     connect: Connect
     offers: dict[str, str]
-    rest: list[WriterTransport]
+    left: list[WriterTransport]
     failures: list[str]
     current: WriterTransport | None = None
     is_attached: bool = False
@@ -117,10 +117,11 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         if connect.resumes:
             self._broken.broke(peer, self._clock())
         attempt = self._new_attempt(peer, connect, offers, candidates)
-        if peer not in self._draining:
+        if peer in self._draining:
+            for transport in candidates:
+                transport.voided(peer, offers[transport.name])
+        else:
             self._attach_next(peer, attempt)
-        for transport in candidates if peer in self._draining else ():
-            transport.voided(peer, offers[transport.name])
         self._attempts[peer] = attempt
 
     def _new_attempt(
@@ -141,8 +142,8 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         Raises:
             AttachError: none is left; names all that were tried.
         """
-        while attempt.rest:
-            transport = attempt.rest.pop(0)
+        while attempt.left:
+            transport = attempt.left.pop(0)
             endpoint = attempt.offers[transport.name]
             try:
                 transport.attach(
@@ -180,7 +181,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         news, until = [], self._clock() - PATIENCE_S
         for peer, attempt in list(self._attempts.items()):
             is_slow = attempt.connect.resumes and not attempt.is_attached and attempt.begun_at <= until
-            if is_slow and attempt.rest and attempt.current is not None and peer not in self._draining:
+            if is_slow and attempt.left and attempt.current is not None and peer not in self._draining:
                 problem = f"no answer within {PATIENCE_S:g} s"
                 news += self._on_attached(Attached(peer, attempt.connect.epoch, problem), attempt, attempt.current)
         return news

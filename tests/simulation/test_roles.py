@@ -83,6 +83,18 @@ def test_an_aborted_request_reports_the_stage_that_it_was_in() -> None:
     assert sum(span.amount for span in answer.spans if span.stage == "prefill_chunk") == 48
 
 
+def test_a_request_whose_last_write_is_under_way_reports_its_end_once() -> None:
+    cluster = LocalCluster(chunk_tokens=16, latency=5)
+    answer = cluster.submit("a", prompt_of(100), sampling(20))
+    for _ in range(3):
+        cluster.step()
+    cluster.abort("a")
+    cluster.abort("a")
+    cluster.settle()
+    assert [span.stage for span in answer.spans].count("prefill_queue") == 1
+    assert_all_pages_are_released(cluster)
+
+
 def test_a_request_that_ends_with_its_first_token_needs_no_transfer() -> None:
     cluster = LocalCluster(latency=5)
     answer = cluster.submit("a", prompt_of(40), sampling(1))

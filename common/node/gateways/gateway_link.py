@@ -96,8 +96,8 @@ class GatewayLink:
 
         A loss is logged at ``loss_level``.
 
-        It may break and come up again between two calls, several times. So what came before a call that registers the
-        node is dropped: it may be of a process that has ended.
+        The connection may break and come up again several times between two calls. So what came before a call that
+        registers the node is dropped: it may be of a process that has ended.
         """
         events = self.mailbox.connection_events()
         lost = ""

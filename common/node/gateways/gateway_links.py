@@ -22,7 +22,7 @@ from common.wire.messages import (
     Peer,
     Register,
     Registered,
-)  # fmt: skip
+)
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +110,8 @@ class GatewayLinks:
 
     @property
     def connected(self) -> list[str]:
-        """Incarnations of the gateways that may send requests, or that are registering this node as it was when they
-        were connected; empty for one that has not answered yet."""
+        """Incarnations of the connected gateways: they may send requests, or are registering this node as it was when
+        the connection came up. One that has not answered yet has an empty incarnation."""
         return [link.incarnation for link in self._links if not link.is_dialling]
 
     @property

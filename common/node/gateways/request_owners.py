@@ -5,6 +5,7 @@ client can ask for again. Requests with a key go on for a time as *orphans*: the
 gateway, which then asks the nodes for the output so far and continues it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -179,7 +180,7 @@ class RequestOwners:
             if owned.ended_at is None and key not in on_node:
                 owned.ended_at = now
             if owned.ended_at is None:
-                if now - self._lost.get(owned.gateway, now) >= self._orphan_timeout_s and owned.gateway in self._lost:
+                if now - self._lost.get(owned.gateway, math.inf) >= self._orphan_timeout_s:
                     overdue.append(key)
                     self.end(key)
             elif owned.request is None or now - owned.ended_at >= self._orphan_timeout_s:

@@ -95,7 +95,7 @@ def plan_reserve(
 
 
 def activation_bytes(model: BaseModelConfig, item_bytes: int) -> int:
-    """Return the most memory that one token takes between two layers: what one layer holds at once, or less."""
+    """Return an upper bound of the bytes that a layer holds for one token at once."""
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attended = model.num_heads * model.head_dim
     # Each expert of a token has an input of its own, and its output in float32, twice.

@@ -104,7 +104,7 @@ class LoadedNode:
         """Serve in one role after the other; returns the exit status.
 
         Raises:
-            ConfigError: the first role cannot be built.
+            ConfigError: the first role cannot be built, or later neither can.
         """
         ends = self._factory(worker).open_transports(worker)
         while True:

@@ -72,7 +72,7 @@ class RequestStats:
         request.first_token_at = request.last_token_at = now
 
     def handed_off(self, request: Request, at: float) -> None:
-        """A prompt has come from a prefill node, which sampled the first token."""
+        """Another node has sampled the first token of a request, or an earlier output that is continued here."""
         if not request.first_token_at:
             request.first_token_at = request.last_token_at = at
 

@@ -133,7 +133,7 @@ def write_frame(file: IO[bytes], frame: Frame) -> None:
 
 
 def read_frames(path: str) -> Iterator[AnyFrame]:
-    """The frames of a recording, in order; the first is an ``RecordingHeader`` of our version.
+    """The frames of a recording, in order; the first is a ``RecordingHeader`` of our version.
 
     Raises:
         RecordingError: the file cannot be read; says at which frame.

@@ -8,7 +8,6 @@ serving goes on.
 import contextlib
 import dataclasses
 import logging
-import os
 import queue
 import threading
 from collections import Counter
@@ -97,7 +96,7 @@ class Recorder:
             log.error("recording ends here: the disk is too slow")
 
     def close(self) -> None:
-        """Write the frames that wait, for five seconds at most."""
+        """Write the frames that wait, for ``CLOSE_S`` at most, or twice that if the queue is full."""
         self._is_over = True
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_S)
@@ -216,6 +215,6 @@ class RecordedRole:
         self._role.stop(message, now, code)
 
 
-def read_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def read_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that are read beside the configuration."""
     return {name: value for name, value in environ.items() if name in SCHEDULING_VARIABLES}

@@ -156,7 +156,7 @@ class RankChannel:
         self._decoder = msgspec.msgpack.Decoder(RankMessage)
 
     def limit(self, timeout_s: float) -> None:
-        """Let a send or a receipt fail with a ``TimeoutError`` that takes longer than this."""
+        """Let a send or a receipt that takes longer than this fail with a ``TimeoutError``."""
         self._connection.settimeout(timeout_s)
 
     def send(self, message: RankMessage, descriptors: Sequence[int] = ()) -> None:

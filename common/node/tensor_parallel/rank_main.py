@@ -50,7 +50,8 @@ ServeTransfers = Callable[[socket.socket, "KVPool"], None]
 
 
 def main(serve_transfers: ServeTransfers | None = None) -> int:
-    """Run this rank; returns the exit status: 0 if rank 0 has ended the connection, else 1.
+    """Run this rank; returns the exit status: 1 if it has failed, 0 if rank 0 has ended the connection or has been told
+    why this rank cannot load its part of the model.
 
     Args:
         serve_transfers: None if rank 0 transfers nothing.

@@ -29,14 +29,15 @@ class PolicySettings(NamedTuple):
     constants: RatioConstants  # expected output lengths without a prediction, for ``short-first``
 
 
-def _longest_prefix(settings: PolicySettings, degrade_threshold: int) -> Policy:
-    return LongestPrefixMatch(settings.page_size, sharing=settings.sharing, degrade_threshold=degrade_threshold)
+def _longest_prefix(settings: PolicySettings) -> Policy:
+    threshold = settings.options.lpm_degrade_threshold
+    return LongestPrefixMatch(settings.page_size, sharing=settings.sharing, degrade_threshold=threshold)
 
 
 #: By name; ``common.config.scheduling.POLICIES`` lists the same names.
 _POLICIES: Mapping[str, Callable[[PolicySettings], Policy]] = {
     "fcfs": lambda settings: FirstComeFirstServed(),
-    "lpm": lambda settings: _longest_prefix(settings, settings.options.lpm_degrade_threshold),
+    "lpm": _longest_prefix,
     "dfs-weight": lambda settings: DepthFirstByWeight(),
     "lof": lambda settings: LongestOutputFirst(),
     "random": lambda settings: Shuffled(settings.options.schedule_seed),
@@ -82,8 +83,4 @@ def make_policy(
     settings = PolicySettings(
         options or SchedulingOptions(), page_size, sharing or InBatchPrefixLimits(), constants or RatioConstants()
     )
-    return _POLICIES[_with_cache(name, page_size)](settings)
-
-
-def _with_cache(name: str, page_size: int) -> str:
-    return "fcfs" if name in NEED_CACHE and not page_size else name
+    return _POLICIES["fcfs" if name in NEED_CACHE and not page_size else name](settings)

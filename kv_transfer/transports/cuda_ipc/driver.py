@@ -211,7 +211,7 @@ class CudaDriver:
                 raise UnknownEndError(str(error)) from error
 
     def close(self) -> None:
-        """Release stream and context; ``allocate`` d and opened memory must have been given back."""
+        """Release stream and context; allocated and opened memory must have been given back."""
         with contextlib.suppress(DriverError):
             with self._current():
                 self._call("cuEventDestroy_v2", self._event)

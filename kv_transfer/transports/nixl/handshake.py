@@ -35,9 +35,8 @@ class Handshake:
         self.closing_until = 0.0
         self._agent = agent
         self._in_use = in_use
-        self._known: dict[
-            tuple[bytes, int, int], tuple[Any, Any]
-        ] = {}  # agents of readers, and descriptors of their pages
+        #: Agents of readers, and descriptors of their pages.
+        self._known: dict[tuple[bytes, int, int], tuple[Any, Any]] = {}
 
     def begin(self, peer_state: PeerState, metadata: bytes, writes: list[Write]) -> None:
         """Lay out the steps of an attachment; they append the probes that they write and read to ``writes``."""
@@ -131,7 +130,7 @@ class Handshake:
         self.give_back_area(peer_state)
 
     def give_back_area(self, peer_state: PeerState) -> None:
-        """Let another attachment use the peer_state's probe area, unless this one goes on or has probes under way."""
+        """Let another attachment use the peer's probe area, unless this one goes on or has probes under way."""
         if peer_state.probe_area >= 0 and not peer_state.num_probes and peer_state.steps is None:
             self._agent.probe.give_back(peer_state.probe_area)
             peer_state.probe_area = -1

@@ -18,6 +18,7 @@ from kv_transfer.page_slices import PageSlice
 from kv_transfer.page_store import PageStore
 from kv_transfer.transports.base import Fenced, InPlace, ReaderTransport
 from kv_transfer.transports.nixl.agent import CLOSE_TIMEOUT_S, NUM_PROBE_AREAS, Agent, ProbeMemory
+from kv_transfer.transports.nixl.handshake import CLOSING_S
 from kv_transfer.transports.nixl.peer_state import Endpoint, host_id, sealed
 from kv_transfer.transports.shm.reader import ShmReader
 
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 
 #: An offer that no writer has taken up by then needs no attention.
 OFFER_S = 15.0
-CLOSING_S = 1.0  # UCX must be called for so long to close what a writer has dropped
 PAUSE_S = 200e-6
 RENEWAL_S = 5.0  # between two invalidations, so that one bad pair does not block all others
 INVALIDATED = "the pool was registered with NIXL again"

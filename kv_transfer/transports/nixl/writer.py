@@ -255,7 +255,7 @@ class NixlWriter(WriterTransport):
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Make every call to NIXL but those of ``_write_here``."""
+        """Make every call to NIXL but those of ``_write_here`` and of ``_sweep`` in ``poll``."""
         attaching: list[PeerState] = []
         writes: list[Write] = []
         while True:

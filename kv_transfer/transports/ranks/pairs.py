@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from common.cache.page_layout import PageLayout, kv_heads_of
-from kv_transfer.page_mapping import head_parts
+from common.cache.page_layout import PageLayout
+from kv_transfer.page_mapping import head_parts, rank_layout
 from kv_transfer.page_store import PageStore
 from kv_transfer.transports.base import Transport
 
@@ -18,11 +18,6 @@ T = TypeVar("T", bound=Transport)
 def pairs_of(num_kv_heads: int, num_sources: int, num_targets: int) -> list[Pair]:
     """The pairs of ranks that exchange pages, in the order of their endpoints in ``Connect``."""
     return [(part.source_rank, part.target_rank) for part in head_parts(num_kv_heads, num_sources, num_targets)]
-
-
-def rank_layout(layout: PageLayout, num_ranks: int) -> PageLayout:
-    """The layout of the pages of one of so many ranks, from that of whole pages."""
-    return layout.of_heads(len(kv_heads_of(0, num_ranks, layout.num_kv_heads)))
 
 
 def rank_of_peer(peer: str, rank: int) -> str:

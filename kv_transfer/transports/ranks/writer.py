@@ -8,9 +8,10 @@ import msgspec
 
 from common.cache.page_layout import PageLayout
 from common.wire.messages import Connect, LayoutMessage
+from kv_transfer.page_mapping import rank_layout
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.transports.base import Attached, AttachError, WriterTransport
-from kv_transfer.transports.ranks.pairs import Pair, RanksEnd, pairs_of, rank_layout, rank_of_peer, split
+from kv_transfer.transports.ranks.pairs import Pair, RanksEnd, pairs_of, rank_of_peer, split
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ class RanksWriter(RanksEnd[WriterTransport], WriterTransport):
             with contextlib.suppress(msgspec.DecodeError, UnicodeError):
                 endpoints = msgspec.json.decode(connect.endpoint, type=list[str])
             own = self._own(connect, endpoints[0] if len(endpoints) == 1 else "")
-        (source, target) = attachment.pairs[0]
+        source, target = attachment.pairs[0]
         is_begun = self._ends[source].attach_beside(rank_of_peer(peer, target), own)
         if is_begun and connect is not None:
             attachment.beside = connect.epoch

@@ -36,7 +36,7 @@ class Alarm:
         return result
 
     def fileno(self) -> int:
-        """Readable from the time of ``arm`` until it is called again."""
+        """Readable once the alarm has gone off, until ``arm`` or ``disarm`` is called."""
         return self._file
 
     def arm(self, seconds: float) -> None:

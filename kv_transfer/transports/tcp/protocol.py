@@ -4,8 +4,8 @@
     reader -> writer   WELCOME   nonce, proof
     writer -> reader   proof
     reader -> writer   proof     accepted; pages may come
-    writer -> reader   PAGE header + mac, and the page's bytes     any number of times; with a cluster key + mac of
-    both
+    writer -> reader   PAGE header + mac, and the page's bytes     any number of times; with a cluster key, then a
+                                                                   mac of both
     reader -> writer   DONE header + mac                           one for every page, in order
 
 A proof is HMAC-SHA256 under the cluster key over both nonces and everything on which the two ends must agree. Frame

@@ -60,7 +60,7 @@ class TcpReader(ReaderTransport):
     """``ReaderTransport`` of a decode node.
 
     Args:
-        host, port: where to listen; writers are told the address, even if this is a name. Port 0 takes any free one.
+        host: where to listen, at any free port; writers are told the address, even if this is a name.
         key: the cluster key; empty: none, and then the host should be loopback.
 
     Raises:
@@ -75,21 +75,20 @@ class TcpReader(ReaderTransport):
         store: PageStore,
         *,
         host: str = "127.0.0.1",
-        port: int = 0,
         key: bytes = b"",
         num_connections: int = NUM_CONNECTIONS,
     ) -> None:
         self.store = store
         self._key = key
         self._num_connections = num_connections
-        listener = _listen(host, port)
+        listener = _listen(host)
         self._host: str = listener.getsockname()[0]
         self._port: int = listener.getsockname()[1]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
         self._pending = PendingConnections(
-            listener, self._epoll, "the data port", make=_PendingConnection, num_awaited=self._num_awaited
+            listener, self._epoll, "the port for pages", make=_PendingConnection, num_awaited=self._num_awaited
         )
         self._offers: dict[str, _Offer] = {}  # by peer
         self._permissions = WritePermissions()
@@ -207,9 +206,7 @@ class TcpReader(ReaderTransport):
         if not terms.is_proof(self._key, b"writer", proof):
             self._pending.reject(pending, "key")
             return
-        if (
-            offer is None or terms.index not in offer.awaited
-        ):  # withdrawn, or dialled by another connection in the meantime
+        if offer is None or terms.index not in offer.awaited:  # withdrawn, or made by another connection meanwhile
             self._pending.reject(pending, "token")
             return
         pending.connection.send(terms.proof(self._key, b"accepted"))
@@ -250,15 +247,14 @@ class TcpReader(ReaderTransport):
             os.close(self._wake)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str) -> socket.socket:
     listener = socket.socket(family_of(host), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         tune(listener)  # accepted connections inherit these options
-        listener.bind((host, port))
+        listener.bind((host, 0))
         listener.listen(1_024)
     except OSError as error:
         listener.close()
-        where = f"{host} port {port}" if port else host
-        raise ConfigError(f"cannot bind --data-interface {where}: {error.strerror}") from error
+        raise ConfigError(f"cannot bind --data-interface {host}: {error.strerror}") from error
     return listener

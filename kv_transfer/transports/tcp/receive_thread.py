@@ -174,7 +174,7 @@ class ReceiveThread:
         self._page_bytes = store.layout.page_bytes
         self._permissions = permissions
         self._on_end = on_end
-        self._layout: tuple[PageSlice, list[tuple[int, int]]] | None = None  # the last slice that came, and its runs
+        self._last_runs: tuple[PageSlice, list[tuple[int, int]]] | None = None  # the last slice that came, and its runs
         self._lock = threading.Lock()
         self._is_open = True
         self._page = -1  # the page that is being received
@@ -337,9 +337,9 @@ class ReceiveThread:
 
     def _runs_of(self, page_slice: PageSlice) -> list[tuple[int, int]]:
         """As ``PageSlice.runs``; cached, since the same slice comes many times in a row."""
-        if self._layout is None or self._layout[0] != page_slice:
-            self._layout = (page_slice, page_slice.runs(self._store.layout))
-        return self._layout[1]
+        if self._last_runs is None or self._last_runs[0] != page_slice:
+            self._last_runs = (page_slice, page_slice.runs(self._store.layout))
+        return self._last_runs[1]
 
     def _wait(self, num_missing: int) -> None:
         """Wait until much of what is missing has arrived, so that few calls fetch it, or until the connection ends."""

@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from common.node.endpoint import ControlEndpoint
-from common.node.prefill_connections import PrefillConnections
+from common.node.prefill_connections import PrefillMailboxes
 from common.wire.mailbox import Mailbox
 from common.wire.messages import Closed, FromDecode, Message, Peer, Ping, TransferAck
 from common.wire.process_id import new_incarnation
@@ -18,7 +18,7 @@ def test_a_node_that_cannot_be_dialled_is_lost_and_leaves_no_socket(monkeypatch:
     incarnation = new_incarnation()
     listen = Mailbox(context, incarnation, FromDecode, bind="tcp://127.0.0.1:*")
     endpoint = ControlEndpoint(context, incarnation, listen)
-    connections = PrefillConnections(endpoint, zmq.Poller())
+    connections = PrefillMailboxes(endpoint, zmq.Poller())
     peer = Peer(name="prefill-0", incarnation=new_incarnation(), address="127.0.0.1:1", public_key="")
 
     def refuse(*_: object) -> None:
@@ -42,7 +42,7 @@ def test_a_node_that_gives_an_impossible_address_is_lost(address: str, caplog: p
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     incarnation = new_incarnation()
     listen = Mailbox(context, incarnation, FromDecode, bind="tcp://127.0.0.1:*")
-    connections = PrefillConnections(ControlEndpoint(context, incarnation, listen), zmq.Poller())
+    connections = PrefillMailboxes(ControlEndpoint(context, incarnation, listen), zmq.Poller())
     peer = Peer("prefill-0", new_incarnation(), address)
     connections.dial(peer)
     assert connections.lost() == [peer.incarnation]
@@ -56,7 +56,7 @@ def test_a_node_that_starts_again_at_its_address_is_reached_though_the_process_b
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     ours = new_incarnation()
     listen = Mailbox(context, ours, FromDecode, bind="tcp://127.0.0.1:*")
-    connections = PrefillConnections(ControlEndpoint(context, ours, listen), zmq.Poller())
+    connections = PrefillMailboxes(ControlEndpoint(context, ours, listen), zmq.Poller())
     restarted = Mailbox(context, new_incarnation(), FromDecode, bind="tcp://127.0.0.1:*")
     address = f"127.0.0.1:{restarted.port}"
     before, now = (

@@ -210,7 +210,7 @@ def test_write_seconds_are_measured_with_the_given_clock(pair: TransferPair) -> 
             self.instants += 0.5
             return self.instants
 
-    pair.sender._queue.clock = Stepping()
+    pair.sender._queue._clock = Stepping()
     pair.open(KEY, 2)
     pair.begin(KEY, 2)
     pair.hear_decode()

@@ -108,7 +108,7 @@ def _of_choice(transport: object) -> object:
     """Return the state of a negotiating transport; its tickets equal those of the transport below."""
     if type(transport) is NegotiatingWriter:  # as ``isinstance`` says slowly, since a protocol is above it
         attempts = [
-            (peer, a.connect.epoch, a.offers, len(a.rest), a.is_attached, a.failures)
+            (peer, a.connect.epoch, a.offers, len(a.left), a.is_attached, a.failures)
             for peer, a in transport._attempts.items()
         ]
         return (attempts, list(transport._draining))

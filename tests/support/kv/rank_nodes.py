@@ -18,12 +18,12 @@ from common.cache.page_layout import PageLayout, kv_heads_of
 from common.request import RequestKey
 from common.wire.messages import Coverage, Message, PrefillDone
 from kv_transfer.events import Completed, PairLost, Released, TransferFailed
+from kv_transfer.page_mapping import rank_layout
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
 from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks.endpoint import serve_rank
 from kv_transfer.transports.ranks.node_transports import NodeTransports
-from kv_transfer.transports.ranks.pairs import rank_layout
 
 NUM_PAGES = 12
 

@@ -17,10 +17,10 @@ import numpy as np
 from support.kv.kv_fakes import MemfdStore, shape_of
 
 from common.cache.page_layout import PageLayout, kv_heads_of
+from kv_transfer.page_mapping import rank_layout
 from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks.endpoint import serve_rank
 from kv_transfer.transports.ranks.node_transports import NodeTransports
-from kv_transfer.transports.ranks.pairs import rank_layout
 
 _PR_SET_PDEATHSIG = 1
 
