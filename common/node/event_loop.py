@@ -24,7 +24,7 @@ from common.node.engine_thread import EngineThread
 from common.node.gateways.gateway_link import NO_LOAD, GatewayLink
 from common.node.gateways.gateway_links import GatewayLinks
 from common.node.gateways.request_owners import RequestOwners
-from common.node.prefill_connections import PrefillMailboxes
+from common.node.prefill_mailboxes import PrefillMailboxes
 from common.node.role import NodeRole, heartbeat_of
 from common.request import RequestKey
 from common.scheduling.grammar_queue import CompileGrammar

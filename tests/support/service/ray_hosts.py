@@ -29,7 +29,7 @@ MAX_STARTS = 3
 COMMAND_TIMEOUT_S = 600.0
 GCS_PORT, CLIENT_PORT = 6379, 10_001  # in the head's own network namespace
 #: A program that prints the status of the cluster for each line of its input, with no rows if there is no cluster.
-#: Running the command each time would start Ray anew.
+#: The command itself would start Ray anew each time.
 STATUS_READER = """
 import sys
 import msgspec

@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from common.node.endpoint import ControlEndpoint
-from common.node.prefill_connections import PrefillMailboxes
+from common.node.prefill_mailboxes import PrefillMailboxes
 from common.wire.mailbox import Mailbox
 from common.wire.messages import Closed, FromDecode, Message, Peer, Ping, TransferAck
 from common.wire.process_id import new_incarnation
