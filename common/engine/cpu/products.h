@@ -43,8 +43,10 @@ INLINE void restore_tiles(const TileConfig *before) {
     } while (0)
 
 #define NO_SUMS(tile, sums, width) _tile_zero(tile)
-#define MULTIPLY(sums, x, by) \
-    if (is_int8) _tile_dpbsud(sums, x, by); else _tile_dpbf16ps(sums, x, by)
+/* Tile 4 is of x and tile 5 of weights. Six of the eight tiles are in use: where another hardware thread of the core
+ * computes, more are much slower (docs/cpu.md). */
+#define MULTIPLY(sums) \
+    if (is_int8) _tile_dpbsud(sums, 4, 5); else _tile_dpbf16ps(sums, 4, 5)
 
 /* sums [32, blocks, 16], or zero unless `adds`, plus 32 rows of x times one or two blocks of by [steps, 16, blocks, 64
  * bytes]. Rows are `stride` bytes apart; those from the 17th on begin `next_tile` bytes later, which is 0 for 16 rows. A
@@ -61,15 +63,16 @@ INLINE void multiply_tiles(const char *x, ptrdiff_t stride, ptrdiff_t next_tile,
             __builtin_prefetch(ahead.row, 1, 3);
             ahead.row += ahead.row_bytes;
         }
-        _tile_loadd(6, by, width);
         _tile_loadd(4, x, stride);
-        MULTIPLY(0, 4, 6);
-        _tile_loadd(7, by + width - 64, width);
-        MULTIPLY(1, 4, 7);
+        _tile_loadd(5, by, width);
+        MULTIPLY(0);
+        _tile_loadd(5, by + width - 64, width);
+        MULTIPLY(1);
         if (next_tile == 0) continue;
-        _tile_loadd(5, x + next_tile, stride);
-        MULTIPLY(2, 5, 6);
-        MULTIPLY(3, 5, 7);
+        _tile_loadd(4, x + next_tile, stride);
+        MULTIPLY(3);
+        _tile_loadd(5, by, width);
+        MULTIPLY(2);
     }
     EACH_TILE(_tile_stored, sums, width);
     SETTLE(sums);
