@@ -12,15 +12,17 @@
 /* Smallest count of numbers for which more than one thread is faster. */
 enum { WORTH_THREADS = 16384 };
 
-INLINE float inverse_rms(const char *x, long width, float eps, int dtype) {
-    vf squares = {0};
-    for (long i = 0; i < width; i += LANES) squares += load(x, i, dtype) * load(x, i, dtype);
+INLINE float inverse_root_of_mean(vf squares, long width, float eps) {
     return 1.0f / sqrtf(sum(squares) / (float)width + eps);
 }
 
 INLINE void norm_row(char *x, const char *delta, const char *weight, char *out, long width, float eps, int dtype) {
-    for (long i = 0; delta && i < width; i += LANES) store(x, i, load(x, i, dtype) + load(delta, i, dtype), dtype);
-    const float scale = inverse_rms(x, width, eps, dtype);
+    vf squares = {0};
+    for (long i = 0; i < width; i += LANES) {
+        if (delta) store(x, i, load(x, i, dtype) + load(delta, i, dtype), dtype);
+        squares += load(x, i, dtype) * load(x, i, dtype);
+    }
+    const float scale = inverse_root_of_mean(squares, width, eps);
     for (long i = 0; i < width; i += LANES)
         store(out, i, load(x, i, dtype) * scale * load(weight, i, dtype), dtype);
 }
@@ -39,8 +41,12 @@ EXPORT void baton_add_rms_norm(char *x, const char *delta, const char *weight, c
 /* One head: normalise (if it has a weight), then rotate pairs (i, i + dim / 2). */
 INLINE void turn_head(char *head, const char *weight, const float *cos, const float *sin, long dim, float eps,
                       int dtype) {
-    const float scale = weight ? inverse_rms(head, dim, eps, dtype) : 1.0f;
     const long half = dim / 2;
+    vf squares = {0};
+#pragma GCC unroll 8
+    for (long i = 0; weight && i < dim; i += LANES) squares += load(head, i, dtype) * load(head, i, dtype);
+    const float scale = weight ? inverse_root_of_mean(squares, dim, eps) : 1.0f;
+#pragma GCC unroll 8
     for (long i = 0; i < half; i += LANES) {
         vf first = load(head, i, dtype) * scale, second = load(head, i + half, dtype) * scale;
         if (weight) {
@@ -60,16 +66,26 @@ EXPORT void baton_norm_and_rotate(char *qkv, const char *q_weight, const char *k
     const ptrdiff_t head_bytes = dim * (ptrdiff_t)item_bytes(dtype);
 #pragma omp parallel for schedule(static) if (rows * (heads + kv_heads) * dim > WORTH_THREADS)
     for (long row = 0; row < rows; row++)
-        for (long head = 0; head < heads + kv_heads; head++)
-            WITH_CONSTANT(dtype, turn_head, qkv + (row * (heads + 2 * kv_heads) + head) * head_bytes,
-                          head < heads ? q_weight : k_weight, cos + row * dim / 2, sin + row * dim / 2, dim, eps);
+        for (long head = 0; head < heads + kv_heads; head++) {
+            char *at = qkv + (row * (heads + 2 * kv_heads) + head) * head_bytes;
+            const char *weight = head < heads ? q_weight : k_weight;
+            const float *c = cos + row * dim / 2, *s = sin + row * dim / 2;
+            if (dim == 128) WITH_CONSTANT(dtype, turn_head, at, weight, c, s, 128, eps); /* a loop without turns */
+            else WITH_CONSTANT(dtype, turn_head, at, weight, c, s, dim, eps);
+        }
+}
+
+/* In the formats of 16 bits to about 2^-14. */
+INLINE vf silu(vf x, int dtype) {
+#ifdef __AVX512F__
+    if (dtype != F32) return x * (vf)_mm512_rcp14_ps((__m512)(1.0f + two_to_the(x * -1.44269504f)));
+#endif
+    return x / (1.0f + exponential(-x));
 }
 
 INLINE void gate_row(const char *gate, const char *up, char *out, long width, int dtype) {
-    for (long i = 0; i < width; i += LANES) {
-        const vf x = load(gate, i, dtype);
-        store(out, i, x / (1.0f + exponential(-x)) * load(up, i, dtype), dtype);
-    }
+    for (long i = 0; i < width; i += LANES)
+        store(out, i, silu(load(gate, i, dtype), dtype) * load(up, i, dtype), dtype);
 }
 
 /* silu(gate) * up; gate_up: [rows, 2 * width], gate first; out: [rows, width]. */

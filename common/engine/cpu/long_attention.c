@@ -71,14 +71,6 @@ static void copy_row(const Paged *kv, long row, long head, long begin, long leng
     }
 }
 
-/* 2 to the x, to about 3e-6, by a polynomial that was fitted to it; 0 where x is very small. */
-INLINE vf two_to_the(vf x) {
-    const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const vf r = x - (vf)n;
-    const vf p = (9.5701013e-3f * r + 5.5917859e-2f) * r + 2.4024744e-1f;
-    return (vf)_mm512_scalef_ps((__m512)((p * r + 6.9312179e-1f) * r + 9.9999928e-1f), n);
-}
-
 /* The factor of scores in the exponent of 2; of capped ones, theirs has been applied before. */
 INLINE float scale_of(const Paged *kv) { return 1.44269504f * (kv->layer.soft_cap != 0.0f ? 1.0f : kv->layer.scale); }
 
