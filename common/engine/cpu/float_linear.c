@@ -31,17 +31,17 @@ INLINE long tile_rows(long rows) {
     return (rows + tiles - 1) / tiles;
 }
 
-INLINE void widen_tile(const char *x, float *to, long inputs, long rows, int dtype) {
+INLINE void widen_tile(Rows x, float *to, long inputs, long rows, int dtype) {
     const long whole = inputs - inputs % LANES, item = (long)item_bytes(dtype);
     for (long i = 0; i < whole; i += LANES)
         for (long row = 0; row < rows; row++) {
-            const vf part = load(x, row * inputs + i, dtype);
+            const vf part = load(x.at, row * x.stride + i, dtype);
             for (int lane = 0; lane < LANES; lane++) to[(i + lane) * rows + row] = part[lane];
         }
     for (long i = whole; i < inputs; i++)
         for (long row = 0; row < rows; row++) {
             char one[LANES * 4] = {0};
-            memcpy(one, x + (row * inputs + i) * item, (size_t)item);
+            memcpy(one, x.at + (row * x.stride + i) * item, (size_t)item);
             to[i * rows + row] = load(one, 0, dtype)[0];
         }
 }
@@ -132,14 +132,14 @@ static void multiply(const float *x, const char *weight, const Output *to, long 
 
 EXPORT int baton_can_multiply(int dtype) { return dtype == BF16 || dtype == F32 || dtype == F16; }
 
-EXPORT void baton_linear(const char *x, const char *weight, const char *bias, char *out, char *copied, long rows,
-                         long inputs, long width, int dtype, int out_dtype) {
+EXPORT void baton_linear(Rows x, const char *weight, const char *bias, Rows out, char *copied, long rows, long inputs,
+                         long width, int dtype, int out_dtype) {
     if (rows == 0) return;
     float *widened = (float *)copied;
     const long most = tile_rows(rows);
 #pragma omp parallel for schedule(static) if (rows * inputs > 1 << 16)
     for (long row = 0; row < rows; row += most) {
-        const char *from = x + row * inputs * (ptrdiff_t)item_bytes(dtype);
+        const Rows from = {row_at(x, row, dtype), x.stride};
         const long count = rows - row < most ? rows - row : most;
         WITH_CONSTANT(dtype, widen_tile, from, widened + row * inputs, inputs, count);
     }

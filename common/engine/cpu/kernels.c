@@ -12,29 +12,24 @@
 /* Smallest count of numbers for which more than one thread is faster. */
 enum { WORTH_THREADS = 16384 };
 
-INLINE float inverse_root_of_mean(vf squares, long width, float eps) {
-    return 1.0f / sqrtf(sum(squares) / (float)width + eps);
-}
-
 INLINE void norm_row(char *x, const char *delta, const char *weight, char *out, long width, float eps, int dtype) {
     vf squares = {0};
     for (long i = 0; i < width; i += LANES) {
         if (delta) store(x, i, load(x, i, dtype) + load(delta, i, dtype), dtype);
         squares += load(x, i, dtype) * load(x, i, dtype);
     }
-    const float scale = inverse_root_of_mean(squares, width, eps);
+    const float scale = 1.0f / sqrtf(sum(squares) / (float)width + eps);
     for (long i = 0; i < width; i += LANES)
         store(out, i, load(x, i, dtype) * scale * load(weight, i, dtype), dtype);
 }
 
-/* x += delta (unless null), out = x / rms(x) * weight. x, delta, out: [rows, width]. */
-EXPORT void baton_add_rms_norm(char *x, const char *delta, const char *weight, char *out, long rows, long width,
-                               float eps, int dtype) {
-    const ptrdiff_t row_bytes = width * (ptrdiff_t)item_bytes(dtype);
+/* x += delta (unless that is null), out = x / rms(x) * weight. x, delta, out: [rows, width]. */
+EXPORT void baton_add_rms_norm(Rows x, Rows delta, const char *weight, Rows out, long rows, long width, float eps,
+                               int dtype) {
 #pragma omp parallel for schedule(static) if (rows * width > WORTH_THREADS)
     for (long row = 0; row < rows; row++) {
-        const char *change = delta ? delta + row * row_bytes : 0;
-        WITH_CONSTANT(dtype, norm_row, x + row * row_bytes, change, weight, out + row * row_bytes, width, eps);
+        const char *change = delta.at ? row_at(delta, row, dtype) : 0;
+        WITH_CONSTANT(dtype, norm_row, row_at(x, row, dtype), change, weight, row_at(out, row, dtype), width, eps);
     }
 }
 
@@ -43,10 +38,8 @@ INLINE void turn_head(char *head, const char *weight, const float *cos, const fl
                       int dtype) {
     const long half = dim / 2;
     vf squares = {0};
-#pragma GCC unroll 8
     for (long i = 0; weight && i < dim; i += LANES) squares += load(head, i, dtype) * load(head, i, dtype);
-    const float scale = weight ? inverse_root_of_mean(squares, dim, eps) : 1.0f;
-#pragma GCC unroll 8
+    const float scale = weight ? 1.0f / sqrtf(sum(squares) / (float)dim + eps) : 1.0f;
     for (long i = 0; i < half; i += LANES) {
         vf first = load(head, i, dtype) * scale, second = load(head, i + half, dtype) * scale;
         if (weight) {
@@ -60,17 +53,16 @@ INLINE void turn_head(char *head, const char *weight, const float *cos, const fl
 }
 
 /* Queries and keys inside qkv [rows, heads + 2 * kv_heads, dim], in place; cos, sin: [rows, dim / 2] float. */
-EXPORT void baton_norm_and_rotate(char *qkv, const char *q_weight, const char *k_weight, const float *cos,
+EXPORT void baton_norm_and_rotate(Rows qkv, const char *q_weight, const char *k_weight, const float *cos,
                                   const float *sin, long rows, long heads, long kv_heads, long dim, float eps,
                                   int dtype) {
-    const ptrdiff_t head_bytes = dim * (ptrdiff_t)item_bytes(dtype);
 #pragma omp parallel for schedule(static) if (rows * (heads + kv_heads) * dim > WORTH_THREADS)
     for (long row = 0; row < rows; row++)
         for (long head = 0; head < heads + kv_heads; head++) {
-            char *at = qkv + (row * (heads + 2 * kv_heads) + head) * head_bytes;
+            char *at = row_at(qkv, row, dtype) + head * dim * (ptrdiff_t)item_bytes(dtype);
             const char *weight = head < heads ? q_weight : k_weight;
             const float *c = cos + row * dim / 2, *s = sin + row * dim / 2;
-            if (dim == 128) WITH_CONSTANT(dtype, turn_head, at, weight, c, s, 128, eps); /* a loop without turns */
+            if (dim == 128) WITH_CONSTANT(dtype, turn_head, at, weight, c, s, 128, eps); /* unrolled */
             else WITH_CONSTANT(dtype, turn_head, at, weight, c, s, dim, eps);
         }
 }
@@ -89,12 +81,11 @@ INLINE void gate_row(const char *gate, const char *up, char *out, long width, in
 }
 
 /* silu(gate) * up; gate_up: [rows, 2 * width], gate first; out: [rows, width]. */
-EXPORT void baton_silu_and_multiply(const char *gate_up, char *out, long rows, long width, int dtype) {
-    const ptrdiff_t row_bytes = width * (ptrdiff_t)item_bytes(dtype);
+EXPORT void baton_silu_and_multiply(Rows gate_up, Rows out, long rows, long width, int dtype) {
 #pragma omp parallel for schedule(static) if (rows * width > WORTH_THREADS)
     for (long row = 0; row < rows; row++) {
-        const char *gate = gate_up + 2 * row * row_bytes;
-        WITH_CONSTANT(dtype, gate_row, gate, gate + row_bytes, out + row * row_bytes, width);
+        const char *gate = row_at(gate_up, row, dtype), *up = gate + width * (ptrdiff_t)item_bytes(dtype);
+        WITH_CONSTANT(dtype, gate_row, gate, up, row_at(out, row, dtype), width);
     }
 }
 

@@ -17,8 +17,18 @@ enum { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 }; /* I8: of KV pages */
 enum { BLOCK = 16 }; /* outputs that stand together in a packed weight; every width is a multiple of it */
 #ifdef __AVX512F__
 enum { LANES = 16 };
+#define SIMD(operation) _mm512_##operation
+#define BYTES(at) _mm_loadu_si128((const __m128i *)(at)) /* one for each lane */
+typedef __m256i_u Half; /* 16 bits for each lane */
+typedef __m512 FloatVector;
 #else
 enum { LANES = 8 };
+#if defined(__AVX2__) && defined(__F16C__)
+#define SIMD(operation) _mm256_##operation
+#define BYTES(at) _mm_loadl_epi64((const __m128i *)(at))
+typedef __m128i_u Half;
+typedef __m256 FloatVector;
+#endif
 #endif
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
@@ -41,36 +51,33 @@ typedef int8_t vb __attribute__((vector_size(LANES)));
 
 INLINE size_t item_bytes(int dtype) { return dtype == F32 ? 4 : dtype == I8 ? 1 : 2; }
 
+/* Rows of numbers, `stride` numbers apart. */
+typedef struct {
+    char *at;
+    long stride;
+} Rows;
+
+INLINE char *row_at(Rows rows, long row, int dtype) { return rows.at + row * rows.stride * (ptrdiff_t)item_bytes(dtype); }
+
+/* The vector that begins at `at`, its numbers converted. */
+#define CONVERTED(at, from, to)            \
+    ({                                     \
+        from x_;                           \
+        memcpy(&x_, at, sizeof x_);        \
+        __builtin_convertvector(x_, to);   \
+    })
+
 /* Numbers index .. index + LANES - 1 of an array. */
 INLINE vf load(const char *array, ptrdiff_t index, int dtype) {
     const char *at = array + index * (ptrdiff_t)item_bytes(dtype);
-    if (dtype == F32) {
-        vf x;
-        memcpy(&x, at, sizeof x);
-        return x;
-    }
-    if (dtype == BF16) {
-        vh x;
-        memcpy(&x, at, sizeof x);
-#if defined(__AVX512F__) /* GCC 12 widens half by half */
-        return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)x) << 16);
-#elif defined(__AVX2__)
-        return (vf)((vu)_mm256_cvtepu16_epi32((__m128i)x) << 16);
+    if (dtype == F32) return CONVERTED(at, vf, vf);
+#ifdef SIMD /* GCC 12 converts number by number */
+    if (dtype == BF16) return (vf)((vu)SIMD(cvtepu16_epi32)(*(const Half *)at) << 16);
+    if (dtype == I8) return (vf)SIMD(cvtepi32_ps)(SIMD(cvtepi8_epi32)(BYTES(at)));
+    return (vf)SIMD(cvtph_ps)(*(const Half *)at);
 #else
-        return (vf)(__builtin_convertvector(x, vu) << 16);
-#endif
-    }
-    if (dtype == I8) {
-        vb x;
-        memcpy(&x, at, sizeof x);
-        return __builtin_convertvector(x, vf);
-    }
-    vh16 x;
-    memcpy(&x, at, sizeof x);
-#if defined(__F16C__) && !defined(__AVX512F__)
-    return (vf)_mm256_cvtph_ps((__m128i)x); /* GCC 12 converts number by number */
-#else
-    return __builtin_convertvector(x, vf);
+    if (dtype == BF16) return (vf)(CONVERTED(at, vh, vu) << 16);
+    return dtype == I8 ? CONVERTED(at, vb, vf) : CONVERTED(at, vh16, vf);
 #endif
 }
 
@@ -90,8 +97,8 @@ INLINE void store(char *array, ptrdiff_t index, vf x, int dtype) {
 #endif
         memcpy(at, &half, sizeof half);
     } else {
-#if defined(__F16C__) && !defined(__AVX512F__)
-        const __m128i half = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#ifdef SIMD
+        const Half half = SIMD(cvtps_ph)((FloatVector)x, _MM_FROUND_TO_NEAREST_INT);
 #else
         const vh16 half = __builtin_convertvector(x, vh16);
 #endif
@@ -135,15 +142,22 @@ INLINE float sum(vf x) {
 INLINE vf choose(vi held, vf a, vf b) { return (vf)((held & (vi)a) | (~held & (vi)b)); }
 
 /* By lane; b if one of them is not a number. */
-#ifdef __AVX512F__
-INLINE vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
-INLINE vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
-#elif defined(__AVX__)
-INLINE vf larger(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
-INLINE vf smaller(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+#ifdef SIMD
+INLINE vf larger(vf a, vf b) { return (vf)SIMD(max_ps)((FloatVector)a, (FloatVector)b); }
+INLINE vf smaller(vf a, vf b) { return (vf)SIMD(min_ps)((FloatVector)a, (FloatVector)b); }
 #else
 INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
 INLINE vf smaller(vf a, vf b) { return choose(a < b, a, b); }
+#endif
+
+#ifdef __AVX512F__
+/* 2 to the x, to about 3e-6, by a polynomial that was fitted to it; 0 where x is very small. */
+INLINE vf two_to_the(vf x) {
+    const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vf r = x - (vf)n;
+    const vf p = (9.5701013e-3f * r + 5.5917859e-2f) * r + 2.4024744e-1f;
+    return (vf)_mm512_scalef_ps((__m512)((p * r + 6.9312179e-1f) * r + 9.9999928e-1f), n);
+}
 #endif
 
 INLINE float highest_of(vf x) {
@@ -179,16 +193,6 @@ INLINE vf exponential(vf x) {
     p = p * r * r + r + 1.0f;
     return (vf)((vu)p + ((vu)shifted << 23));
 }
-
-#ifdef __AVX512F__
-/* 2 to the x, to about 3e-6, by a polynomial that was fitted to it; 0 where x is very small. */
-INLINE vf two_to_the(vf x) {
-    const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const vf r = x - (vf)n;
-    const vf p = (9.5701013e-3f * r + 5.5917859e-2f) * r + 2.4024744e-1f;
-    return (vf)_mm512_scalef_ps((__m512)((p * r + 6.9312179e-1f) * r + 9.9999928e-1f), n);
-}
-#endif
 
 /* Exchange quadrants: in every square of 2 * `size` rows and lanes, the upper right one with the lower left one. */
 #define EXCHANGE(rows, size)                                                                         \

@@ -53,6 +53,17 @@ LIBRARY = Library(
 )
 
 
+class Rows(Structure):
+    """Rows of numbers, ``stride`` numbers apart: the C struct of the same name."""
+
+    _fields_ = (("at", c_void_p), ("stride", c_long))
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Rows":
+        """Return the rows of a tensor ``[rows, ...]``, of which each is contiguous."""
+        return cls(tensor.data_ptr(), tensor.stride(0))
+
+
 class LayerCache(Structure):
     """Keys and values of one layer, and how it attends: the C struct of the same name."""
 
@@ -168,31 +179,29 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._add_rms_norm = library.baton_add_rms_norm
-        self._add_rms_norm.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p, c_long, c_long, c_float, c_int)
+        self._add_rms_norm.argtypes = (Rows, Rows, c_void_p, Rows, c_long, c_long, c_float, c_int)
         self._norm_and_rotate = library.baton_norm_and_rotate
-        self._norm_and_rotate.argtypes = (*(c_void_p,) * 5, *(c_long,) * 4, c_float, c_int)
+        self._norm_and_rotate.argtypes = (Rows, *(c_void_p,) * 4, *(c_long,) * 4, c_float, c_int)
         self._silu_and_multiply = library.baton_silu_and_multiply
-        self._silu_and_multiply.argtypes = (c_void_p, c_void_p, c_long, c_long, c_int)
+        self._silu_and_multiply.argtypes = (Rows, Rows, c_long, c_long, c_int)
         self._pack_tiles = library.baton_pack_tiles
         self._pack_tiles.argtypes = (c_void_p, c_void_p, c_long, c_long)
         self._linear = library.baton_linear
-        self._linear.argtypes = (*(c_void_p,) * 5, *(c_long,) * 3, c_int, c_int)
+        self._linear.argtypes = (Rows, c_void_p, c_void_p, Rows, c_void_p, *(c_long,) * 3, c_int, c_int)
         self._linear_quantized = library.baton_linear_quantized
         self._linear_quantized.argtypes = (
-            *(POINTER(PackedWeight), POINTER(QuantizedRows), c_void_p, c_void_p, c_long, c_int, c_int),
+            *(POINTER(PackedWeight), POINTER(QuantizedRows), Rows, Rows, c_long, c_int, c_int),
         )
         self._linear_grouped = library.baton_linear_grouped
-        self._linear_grouped.argtypes = (*(c_void_p,) * 4, c_long, *(c_void_p,) * 2, c_long, c_long, c_int, c_int)
+        self._linear_grouped.argtypes = (Rows, *(c_void_p,) * 3, c_long, Rows, c_void_p, c_long, c_long, c_int, c_int)
         self._linear_quantized_grouped = library.baton_linear_quantized_grouped
         self._linear_quantized_grouped.argtypes = (
-            *(c_void_p, POINTER(QuantizedRows), *(c_void_p,) * 3, c_long, c_void_p, c_int, c_int),
+            *(c_void_p, POINTER(QuantizedRows), Rows, c_void_p, c_void_p, c_long, Rows, c_int, c_int),
         )
         self._paged_attention = library.baton_paged_attention
-        self._paged_attention.argtypes = (*(POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_int),)
+        self._paged_attention.argtypes = (POINTER(Paged), c_void_p, c_long, Rows, Rows, c_int)
         self._long_attention = library.baton_long_attention
-        self._long_attention.argtypes = (
-            *(POINTER(Paged), c_void_p, c_long, c_void_p, c_long, c_void_p, c_long, c_void_p),
-        )
+        self._long_attention.argtypes = (POINTER(Paged), c_void_p, c_long, c_void_p, c_long, Rows, Rows)
         self._write_kv = library.baton_write_kv
         self._write_kv.argtypes = (POINTER(Paged), c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_long, c_int)
         self._token_weights = library.baton_token_weights
@@ -213,8 +222,8 @@ class Kernels:
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         assert x.is_contiguous() and (delta is None or delta.is_contiguous())
         out = torch.empty_like(x)
-        change = None if delta is None else delta.data_ptr()
-        self._add_rms_norm(x.data_ptr(), change, weight.data_ptr(), out.data_ptr(), *x.shape, eps, DTYPES[x.dtype])
+        change = Rows() if delta is None else Rows.of(delta)
+        self._add_rms_norm(Rows.of(x), change, weight.data_ptr(), Rows.of(out), *x.shape, eps, DTYPES[x.dtype])
         return out
 
     def norm_and_rotate(self, qkv: Tensor, num_heads: int, norms: Pair | None, rotary: Pair, eps: float) -> Tensor:
@@ -223,7 +232,7 @@ class Kernels:
         q_norm, k_norm = (norm.data_ptr() for norm in norms) if norms else (None, None)
         rows, all_heads, dim = qkv.shape
         self._norm_and_rotate(
-            *(qkv.data_ptr(), q_norm, k_norm, cos.data_ptr(), sin.data_ptr()),
+            *(Rows.of(qkv), q_norm, k_norm, cos.data_ptr(), sin.data_ptr()),
             *(rows, num_heads, (all_heads - num_heads) // 2, dim, eps, DTYPES[qkv.dtype]),
         )
         return qkv
@@ -232,7 +241,7 @@ class Kernels:
         assert gate_up.is_contiguous()
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
-        self._silu_and_multiply(gate_up.data_ptr(), out.data_ptr(), rows, width, DTYPES[gate_up.dtype])
+        self._silu_and_multiply(Rows.of(gate_up), Rows.of(out), rows, width, DTYPES[gate_up.dtype])
         return out
 
     def token_weights(self, scaled: Tensor, threshold: Tensor | None) -> Tensor:
@@ -270,7 +279,7 @@ class Kernels:
         copied = torch.empty(self.bytes_copied(*x.shape), dtype=torch.uint8, device="cpu")
         biases = None if bias is None else bias.data_ptr()
         self._linear(
-            *(x.data_ptr(), packed.data_ptr(), biases, out.data_ptr(), copied.data_ptr()),
+            *(Rows.of(x), packed.data_ptr(), biases, Rows.of(out), copied.data_ptr()),
             *(*x.shape, width, DTYPES[x.dtype], DTYPES[dtype]),
         )
         return out
@@ -317,7 +326,7 @@ class Kernels:
         out = x.new_empty(x.shape[0], weight.outputs, dtype=dtype)
         rows, _memory = _scratch(x, weight)
         self._linear_quantized(
-            *(weight, rows, x.data_ptr(), out.data_ptr(), x.shape[0], DTYPES[x.dtype], DTYPES[dtype])
+            *(weight, rows, Rows.of(x), Rows.of(out), x.shape[0], DTYPES[x.dtype], DTYPES[dtype]),
         )
         return out
 
@@ -334,14 +343,14 @@ class Kernels:
             out = x.new_empty(x.shape[0], first.outputs, dtype=dtype)
             rows, _memory = _scratch(x, first)
             self._linear_quantized_grouped(
-                *(table, rows, x.data_ptr(), *chosen, out.data_ptr(), DTYPES[x.dtype], DTYPES[dtype]),
+                *(table, rows, Rows.of(x), *chosen, Rows.of(out), DTYPES[x.dtype], DTYPES[dtype]),
             )
             return out
         assert x.dtype == first.dtype
         out = x.new_empty(x.shape[0], first.shape[0] * LANES, dtype=dtype)
         copied = torch.empty(self.bytes_copied(*x.shape), dtype=torch.uint8, device="cpu")
         self._linear_grouped(
-            *(x.data_ptr(), table, *chosen, out.data_ptr(), copied.data_ptr(), x.shape[1], out.shape[1]),
+            *(Rows.of(x), table, *chosen, Rows.of(out), copied.data_ptr(), x.shape[1], out.shape[1]),
             *(DTYPES[x.dtype], DTYPES[dtype]),
         )
         return out
@@ -349,8 +358,7 @@ class Kernels:
     def paged_attention(self, kv: Paged, pieces: Tensor, q: Tensor, out: Tensor) -> None:
         """Compute attention for ``pieces``: ``[P, 4]`` int64 of (row, first query, queries, position of the first)."""
         self._paged_attention(
-            *(kv, pieces.data_ptr(), pieces.shape[0], q.data_ptr(), q.stride(0)),
-            *(out.data_ptr(), DTYPES[q.dtype]),
+            *(kv, pieces.data_ptr(), pieces.shape[0], Rows.of(q), Rows.of(out), DTYPES[q.dtype]),
         )
 
     def long_attention(self, kv: Paged, pieces: LongPieces, q: Tensor, out: Tensor) -> None:
@@ -358,7 +366,7 @@ class Kernels:
         assert self.has_bf16_dot
         self._long_attention(
             *(kv, pieces.pieces.data_ptr(), len(pieces.pieces), pieces.scratch.data_ptr(), pieces.scratch.shape[1]),
-            *(q.data_ptr(), q.stride(0), out.data_ptr()),
+            *(Rows.of(q), Rows.of(out)),
         )
 
     def write_kv(self, kv: Paged, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:

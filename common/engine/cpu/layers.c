@@ -20,8 +20,8 @@ typedef struct {
 
 /* What the layers of a step share. Every array of activations has a row for each of the step's tokens. */
 typedef struct {
-    char *x; /* the residual stream */
-    char *normed, *qkv, *attended, *delta, *gate_up, *gated;
+    Rows x; /* the residual stream */
+    Rows normed, qkv, attended, delta, gate_up, gated;
     char *copied;          /* rows of a product, for baton_linear */
     QuantizedRows rounded; /* and for baton_linear_quantized */
     const float *cos, *sin;
@@ -30,13 +30,13 @@ typedef struct {
     char *scratch;                     /* of baton_long_attention */
     const int64_t *pages, *offsets; /* of every token's KV */
     const int64_t *keep;            /* tokens whose results are wanted; null: all */
-    char *kept;                     /* the rows of x that `keep` names */
+    Rows kept;                      /* the rows of x that `keep` names */
     long rows, num_pieces, num_long, scratch_bytes, num_kept;
     float eps;
     int dtype;
 } Step;
 
-static void multiply(const Step *step, const Product *by, const char *x, char *out, long rows) {
+static void multiply(const Step *step, const Product *by, Rows x, Rows out, long rows) {
     if (by->quantized)
         baton_linear_quantized(by->quantized, &step->rounded, x, out, rows, step->dtype, step->dtype);
     else
@@ -47,29 +47,28 @@ static void multiply(const Step *step, const Product *by, const char *x, char *o
 static void attend(const Step *step, const Layer *layer, const LayerCache *cache) {
     Paged kv = step->kv;
     kv.layer = *cache;
-    const long stride = layer->qkv.outputs;
     const ptrdiff_t item = (ptrdiff_t)item_bytes(step->dtype);
-    const char *k = step->qkv + kv.heads * kv.dim * item, *v = k + kv.kv_heads * kv.dim * item;
+    const char *k = step->qkv.at + kv.heads * kv.dim * item, *v = k + kv.kv_heads * kv.dim * item;
     multiply(step, &layer->qkv, step->normed, step->qkv, step->rows);
     baton_norm_and_rotate(step->qkv, layer->q_norm, layer->k_norm, step->cos, step->sin, step->rows, kv.heads,
                           kv.kv_heads, kv.dim, step->eps, step->dtype);
-    baton_write_kv(&kv, step->pages, step->offsets, step->rows, k, v, stride, step->dtype);
-    baton_paged_attention(&kv, step->pieces, step->num_pieces, step->qkv, stride, step->attended, step->dtype);
-    baton_long_attention(&kv, step->long_pieces, step->num_long, step->scratch, step->scratch_bytes, step->qkv, stride,
+    baton_write_kv(&kv, step->pages, step->offsets, step->rows, k, v, step->qkv.stride, step->dtype);
+    baton_paged_attention(&kv, step->pieces, step->num_pieces, step->qkv, step->attended, step->dtype);
+    baton_long_attention(&kv, step->long_pieces, step->num_long, step->scratch, step->scratch_bytes, step->qkv,
                          step->attended);
 }
 
-static char *gather(const Step *step, const char *from, long width, char *to) {
-    const size_t bytes = (size_t)width * item_bytes(step->dtype);
+static Rows gather(const Step *step, Rows from, long width, Rows to) {
+    const int dtype = step->dtype;
     for (long row = 0; row < step->num_kept; row++)
-        memcpy(to + (size_t)row * bytes, from + (size_t)step->keep[row] * bytes, bytes);
+        memcpy(row_at(to, row, dtype), row_at(from, step->keep[row], dtype), (size_t)width * item_bytes(dtype));
     return to;
 }
 
 /* The sum of the residual stream, x or the kept rows of it, and `delta` is the result. */
 EXPORT void baton_run_layers(const Layer *layers, const LayerCache *caches, long num_layers, const Step *step) {
     const long hidden = layers->o.outputs;
-    char *x = step->x, *attended = step->attended, *delta = 0;
+    Rows x = step->x, attended = step->attended, delta = {0};
     long rows = step->rows;
     for (long number = 0; number < num_layers; number++) {
         const Layer *layer = layers + number;

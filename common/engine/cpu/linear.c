@@ -9,16 +9,11 @@
  */
 #include "products.h"
 
-#ifdef __AVX512BF16__
-EXPORT int baton_has_bf16_dot(void) { return 1; }
-#else
-EXPORT int baton_has_bf16_dot(void) { return 0; }
-#endif
-
 #ifdef __AVX512BW__
 
 typedef struct {
-    const char *x, *weight;
+    Rows x;
+    const char *weight;
     long inputs;
     int dtype, in_tiles;
     Output to;
@@ -29,8 +24,8 @@ INLINE void multiply_tile(const Linear *p, const Part *part, int dtype, int bloc
     const char *weight = p->weight + part->block * pairs * 64;
     __m512 sums[ROWS][BLOCKS] = {{{0}}};
     vf totals[ROWS * BLOCKS];
-    multiply_dots((const uint32_t *)p->x + part->row * pairs, pairs, weight, blocks, sums, pairs, rows, dtype,
-                  ahead_of(weight, 64 * blocks, pairs, part->pass, part->passes, rows <= 5));
+    multiply_dots((const uint32_t *)row_at(p->x, part->row, dtype), p->x.stride / 2, weight, blocks, sums, pairs, rows,
+                  dtype, ahead_of(weight, 64 * blocks, pairs, part->pass, part->passes, rows <= 5));
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
@@ -44,7 +39,7 @@ static void multiply(const void *product, const Part *part) {
 #ifdef __AMX_BF16__
     if (p->in_tiles) {
         vf sums[32 * BLOCKS];
-        multiply_part(p->x, p->weight, 2 * p->inputs, part, &p->to, sums, 0);
+        multiply_part(p->x.at, 2 * p->x.stride, p->weight, 2 * p->inputs, part, &p->to, sums, 0);
         write_sums(sums, &p->to, part->row, part->block * LANES, part->rows, part->blocks);
         return;
     }
@@ -57,30 +52,27 @@ static void multiply(const void *product, const Part *part) {
 
 EXPORT int baton_can_multiply(int dtype) { return dtype == BF16 || dtype == F16; }
 
-EXPORT void baton_linear(const char *x, const char *weight, const char *bias, char *out, char *copied, long rows,
-                         long inputs, long width, int dtype, int out_dtype) {
+EXPORT void baton_linear(Rows x, const char *weight, const char *bias, Rows out, char *copied, long rows, long inputs,
+                         long width, int dtype, int out_dtype) {
     const int in_tiles = dtype == BF16 && inputs % 32 == 0 && baton_has_amx();
-    if (in_tiles && rows % 32 != 0) x = memcpy(copied, x, (size_t)(rows * inputs * 2)); /* whole tiles are read */
+    if (in_tiles && rows % 16 != 0) /* whole tiles are read */
+        x.at = memcpy(copied, x.at, (size_t)(2 * ((rows - 1) * x.stride + inputs)));
     const Linear product = {x, weight, inputs, dtype, in_tiles, {bias, out, width, dtype, out_dtype}};
     multiply_all(multiply, &product, rows, 2 * inputs, in_tiles ? 32 : ROWS, width / LANES,
                  rows * inputs * width > 1 << 18);
 }
 #elif !defined(__FMA__) || defined(__AVX512F__)
-EXPORT int baton_can_multiply(int dtype) { return (void)dtype, 0; }
+EXPORT int baton_can_multiply(int dtype) { return 0; }
 
-EXPORT void baton_linear(const char *x, const char *weight, const char *bias, char *out, char *copied, long rows,
-                         long inputs, long width, int dtype, int out_dtype) {
-    (void)x, (void)weight, (void)bias, (void)out, (void)copied, (void)rows, (void)inputs, (void)width;
-    (void)dtype, (void)out_dtype;
-}
+EXPORT void baton_linear(Rows x, const char *weight, const char *bias, Rows out, char *copied, long rows, long inputs,
+                         long width, int dtype, int out_dtype) {}
 #endif
 
 /* Several products: the rows of x up to ends[i], from ends[i - 1] on, times weights[chosen[i]], without biases. */
-EXPORT void baton_linear_grouped(const char *x, const char *const *weights, const long *chosen, const long *ends,
-                                 long groups, char *out, char *copied, long inputs, long width, int dtype,
-                                 int out_dtype) {
+EXPORT void baton_linear_grouped(Rows x, const char *const *weights, const long *chosen, const long *ends, long groups,
+                                 Rows out, char *copied, long inputs, long width, int dtype, int out_dtype) {
     for (long i = 0, first = 0; i < groups; first = ends[i++])
-        baton_linear(x + first * inputs * (ptrdiff_t)item_bytes(dtype), weights[chosen[i]], 0,
-                     out + first * width * (ptrdiff_t)item_bytes(out_dtype), copied, ends[i] - first, inputs, width,
-                     dtype, out_dtype);
+        baton_linear((Rows){row_at(x, first, dtype), x.stride}, weights[chosen[i]], 0,
+                     (Rows){row_at(out, first, out_dtype), out.stride}, copied, ends[i] - first, inputs, width, dtype,
+                     out_dtype);
 }

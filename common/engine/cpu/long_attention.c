@@ -104,17 +104,17 @@ static void weigh(Flash *f, const Paged *kv, const vi *positions, long start, lo
 
 /* Up to 32 queries: those of `num_tokens` neighbouring tokens, from token `first` of the piece on. */
 static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head, long first, long num_tokens,
-                        const uint32_t *keys, const uint32_t *values, const char *q, long q_stride, char *out) {
+                        const uint32_t *keys, const uint32_t *values, Rows q, Rows out) {
     const long group = group_size(kv), dim = kv->dim, num = num_tokens * group;
-    const char *from = q + 2 * ((piece->first_query + first) * q_stride + head * group * dim);
+    const char *from = row_at(q, piece->first_query + first, BF16) + 2 * head * group * dim;
     const long position = piece->position + first, length = position + num_tokens;
     const float *sinks = kv->layer.sinks ? kv->layer.sinks + head * group : 0;
     const char *queries[QUERIES];
     char *outs[QUERIES];
     vi positions[2];
     for (int m = 0; m < QUERIES; m++) {
-        queries[m] = m < num ? from + 2 * (m / group * q_stride + m % group * dim) : zeros;
-        outs[m] = out + 2 * dim * ((piece->first_query + first + m / group) * kv->heads + head * group + m % group);
+        queries[m] = m < num ? from + 2 * (m / group * q.stride + m % group * dim) : zeros;
+        outs[m] = row_at(out, piece->first_query + first + m / group, BF16) + 2 * (head * group + m % group) * dim;
         for (long i = 0; m < num && i < 2 * dim; i += 64) __builtin_prefetch(outs[m] + i, 1, 2);
         positions[m / 16][m % 16] = (int)(position + m / group);
         f->best[m / 16][m % 16] = sinks ? sinks[m % group] * 1.44269504f / scale_of(kv) : -1e30f;
@@ -125,7 +125,7 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
             vu square[LANES]; /* a row for each query, then for each of the pairs i .. i + 15 */
             for (int lane = 0; lane < LANES; lane++) {
                 const char *query = queries[16 * half + lane] + 4 * i;
-                __builtin_prefetch(query + 2 * num_tokens * q_stride, 0, 2); /* for the next tile */
+                __builtin_prefetch(query + 2 * num_tokens * q.stride, 0, 2); /* for the next tile */
                 memcpy(square + lane, query, sizeof *square);
             }
             transpose(square);
@@ -153,8 +153,7 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
     }
 }
 
-static void attend_piece(const Paged *kv, const Piece *piece, long head, char *scratch, const char *q, long q_stride,
-                         char *out) {
+static void attend_piece(const Paged *kv, const Piece *piece, long head, char *scratch, Rows q, Rows out) {
     const long length = piece->position + piece->num_queries, step = QUERIES / group_size(kv);
     uint32_t *keys = (uint32_t *)scratch, *values = keys + (length + TOKENS - 1) / TOKENS * TOKENS / 2 * kv->dim;
     TileConfig before;
@@ -163,24 +162,23 @@ static void attend_piece(const Paged *kv, const Piece *piece, long head, char *s
     if (baton_has_amx()) configure_tiles(&before);
     for (long first = 0; first < piece->num_queries; first += step) {
         const long left = piece->num_queries - first;
-        attend_tile(&flash, kv, piece, head, first, left < step ? left : step, keys, values, q, q_stride, out);
+        attend_tile(&flash, kv, piece, head, first, left < step ? left : step, keys, values, q, out);
     }
     if (baton_has_amx()) restore_tiles(&before);
 }
 
 EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch,
-                                 long scratch_bytes, const char *q, long q_stride, char *out) {
+                                 long scratch_bytes, Rows q, Rows out) {
 #pragma omp parallel for schedule(dynamic) if (num_pieces * kv->groups > 1)
     for (long unit = 0; unit < num_pieces * kv->groups; unit++)
         attend_piece(kv, pieces + unit / kv->groups, unit % kv->groups,
-                     scratch + omp_get_thread_num() * scratch_bytes, q, q_stride, out);
+                     scratch + omp_get_thread_num() * scratch_bytes, q, out);
 }
 
+EXPORT int baton_has_bf16_dot(void) { return 1; }
 #else
+EXPORT int baton_has_bf16_dot(void) { return 0; }
 
 EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch,
-                                 long scratch_bytes, const char *q, long q_stride, char *out) {
-    /* only called without pieces */
-}
-
+                                 long scratch_bytes, Rows q, Rows out) {}
 #endif

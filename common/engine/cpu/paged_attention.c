@@ -220,8 +220,8 @@ INLINE Tile tile_of(const Paged *kv, const char *elements, long group, const Pla
  *
  * Memory delivers most when it is read in the order of its addresses, and the heads of a page are neighbours. So the
  * keys of all groups of a tile come first, then their values, and each asks for those that are read next. */
-INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long end_head, const char *q, long q_stride,
-                   char *out, int inputs, int pages) {
+INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long end_head, Rows q, Rows out, int inputs,
+                   int pages) {
     const int dtype = pages == I8 ? inputs : pages;
     Query queries[MAX_QUERIES];
     Places places[2]; /* of this tile and the next */
@@ -235,9 +235,9 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
     locate(kv, piece->row, begin, begin + most, length, places);
     for (int m = 0; m < all; m++) {
         const long head = (first_head + m / num) * group + m % num % group;
-        const ptrdiff_t from = (piece->first_query + m % num / group) * q_stride + head * dim;
+        const ptrdiff_t from = (piece->first_query + m % num / group) * q.stride + head * dim;
         for (long i = 0; i < dim; i += LANES)
-            store((char *)queries[m].query, i, load(q, from + i, dtype), F32);
+            store((char *)queries[m].query, i, load(q.at, from + i, dtype), F32);
         queries[m].query_unit = is_dotted ? round_to_pairs(queries[m].query, queries[m].query, dim, pages) : 1.0f;
         memset(queries[m].sums, 0, (size_t)dim * sizeof(float));
         queries[m].best = sinks ? sinks[head] : -INFINITY;
@@ -262,12 +262,12 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
         }
     }
     for (int m = 0; m < all; m++) {
-        ptrdiff_t to = ((piece->first_query + m % num / group) * kv->heads + (first_head + m / num) * group +
-                        m % num % group) * dim;
+        const long head = (first_head + m / num) * group + m % num % group;
+        const ptrdiff_t to = (piece->first_query + m % num / group) * out.stride + head * dim;
         const float share = 1.0f / queries[m].total;
         for (long i = 0; is_dotted && i < dim; i += 2 * LANES) in_order(queries[m].sums + i);
         for (long i = 0; i < dim; i += LANES)
-            store(out, to + i, load((const char *)queries[m].sums, i, F32) * share, dtype);
+            store(out.at, to + i, load((const char *)queries[m].sums, i, F32) * share, dtype);
     }
 }
 
@@ -278,8 +278,7 @@ INLINE long heads_at_once(const Paged *kv, const Piece *piece, long num_pieces) 
     return fitting < fair ? fitting : fair;
 }
 
-EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
-                                  char *out, int dtype) {
+EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, Rows q, Rows out, int dtype) {
 #pragma omp parallel for schedule(dynamic) if (num_pieces * kv->groups > 1)
     for (long unit = 0; unit < num_pieces * kv->groups; unit++) {
         const Piece *piece = pieces + unit / kv->groups;
@@ -287,9 +286,9 @@ EXPORT void baton_paged_attention(const Paged *kv, const Piece *pieces, long num
         const long end = head + count < kv->groups ? head + count : kv->groups;
         if (head % count != 0) continue;
         if (kv->dtype == I8)
-            attend(kv, piece, head, end, q, q_stride, out, dtype, I8);
+            attend(kv, piece, head, end, q, out, dtype, I8);
         else
-            WITH_CONSTANT(dtype, attend, kv, piece, head, end, q, q_stride, out, dtype);
+            WITH_CONSTANT(dtype, attend, kv, piece, head, end, q, out, dtype);
     }
 }
 

@@ -64,15 +64,15 @@ INLINE void fetch_ahead(Ahead *ahead) {
 /* Where the results of a product go. bias: [width] in `dtype`, or null; out: [rows, width] in `out_dtype`. */
 typedef struct {
     const char *bias;
-    char *out;
+    Rows out;
     long width;
     int dtype, out_dtype;
 } Output;
 
 INLINE void write_sums_as(const vf *sums, const Output *to, long row, long column, int rows, int vectors, int dtype) {
-    for (long at = row * to->width + column; rows-- > 0; at += to->width)
+    for (long at = row * to->out.stride + column; rows-- > 0; at += to->out.stride)
         for (int j = 0; j < vectors * LANES; j += LANES, sums++)
-            store(to->out, at + j, to->bias ? *sums + load(to->bias, column + j, to->dtype) : *sums, dtype);
+            store(to->out.at, at + j, to->bias ? *sums + load(to->bias, column + j, to->dtype) : *sums, dtype);
 }
 
 /* Write a tile's sums [rows, vectors]. Not inlined, since a copy for every size of tile would buy nothing. */
@@ -98,22 +98,20 @@ typedef struct {
 
 /* Whether this process may use AMX. */
 int baton_has_amx(void);
-void baton_add_rms_norm(char *x, const char *delta, const char *weight, char *out, long rows, long width, float eps,
-                        int dtype);
-void baton_norm_and_rotate(char *qkv, const char *q_weight, const char *k_weight, const float *cos, const float *sin,
+void baton_add_rms_norm(Rows x, Rows delta, const char *weight, Rows out, long rows, long width, float eps, int dtype);
+void baton_norm_and_rotate(Rows qkv, const char *q_weight, const char *k_weight, const float *cos, const float *sin,
                            long rows, long heads, long kv_heads, long dim, float eps, int dtype);
-void baton_silu_and_multiply(const char *gate_up, char *out, long rows, long width, int dtype);
+void baton_silu_and_multiply(Rows gate_up, Rows out, long rows, long width, int dtype);
 /* out = x @ weight.T + bias. x: [rows, inputs] and bias: [width] (or null) in `dtype`, that of the weight; out: [rows,
  * width] in `out_dtype`, which is `dtype` or F32. copied: memory for x in the order in which it is read. */
-void baton_linear(const char *x, const char *weight, const char *bias, char *out, char *copied, long rows, long inputs,
+void baton_linear(Rows x, const char *weight, const char *bias, Rows out, char *copied, long rows, long inputs,
                   long width, int dtype, int out_dtype);
-void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, const char *x, char *out,
-                            long rows, int dtype, int out_dtype);
+void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, Rows x, Rows out, long rows,
+                            int dtype, int out_dtype);
 void baton_write_kv(const Paged *kv, const int64_t *pages, const int64_t *offsets, long num_tokens, const char *k,
                     const char *v, long stride, int dtype);
-void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, const char *q, long q_stride,
-                           char *out, int dtype);
+void baton_paged_attention(const Paged *kv, const Piece *pieces, long num_pieces, Rows q, Rows out, int dtype);
 void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch, long scratch_bytes,
-                          const char *q, long q_stride, char *out);
+                          Rows q, Rows out);
 
 #endif

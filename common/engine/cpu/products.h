@@ -78,15 +78,16 @@ INLINE void multiply_tiles(const char *x, ptrdiff_t stride, ptrdiff_t next_tile,
     SETTLE(sums);
 }
 
-/* sums [rows, blocks, 16] of x [all rows, row_bytes] times a packed weight, whose results go `to` memory. */
-INLINE void multiply_part(const char *x, const char *weight, long row_bytes, const Part *part, const Output *to, vf *sums,
-                          int is_int8) {
+/* sums [rows, blocks, 16] of x [all rows, row_bytes], rows `stride` bytes apart, times a packed weight, whose results go
+ * `to` memory. */
+INLINE void multiply_part(const char *x, ptrdiff_t stride, const char *weight, long row_bytes, const Part *part,
+                          const Output *to, vf *sums, int is_int8) {
     const ptrdiff_t item = (ptrdiff_t)item_bytes(to->out_dtype);
     const char *by = weight + part->block * row_bytes * 16;
     Ahead ahead = ahead_of(by, 1024 * part->blocks, row_bytes / 64, part->pass, part->passes, 0);
-    ahead.rows = part->rows, ahead.row_bytes = to->width * item;
-    ahead.row = to->out + part->row * ahead.row_bytes + part->block * LANES * item;
-    multiply_tiles(x + part->row * row_bytes, row_bytes, part->rows > 16 ? 16 * row_bytes : 0, 64, by, part->blocks,
+    ahead.rows = part->rows, ahead.row_bytes = to->out.stride * item;
+    ahead.row = to->out.at + part->row * ahead.row_bytes + part->block * LANES * item;
+    multiply_tiles(x + part->row * stride, stride, part->rows > 16 ? 16 * stride : 0, 64, by, part->blocks,
                    (char *)sums, row_bytes / 64, 0, is_int8, ahead);
 }
 #else

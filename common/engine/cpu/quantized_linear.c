@@ -27,20 +27,19 @@ INLINE void quantize(const char *x, ptrdiff_t from, long length, int8_t *values,
         sums += whole;
     }
     *scale = best / 127.0f;
-    *total = 0;
-    for (int lane = 0; lane < LANES; lane++) *total += sums[lane];
+    *total = _mm512_reduce_add_epi32((__m512i)sums);
 }
 
 /* Round all rows. The values of so many rows stand together, at most ROWS. */
-static void quantize_rows(const char *x, const QuantizedRows *to, long rows, long inputs, long group, long together,
+static void quantize_rows(Rows x, const QuantizedRows *to, const QuantizedWeight *weight, long rows, long together,
                           int dtype) {
-    const long groups = inputs / group;
+    const long inputs = weight->inputs, group = weight->group, groups = inputs / group;
 #pragma omp parallel for schedule(static) if (rows * inputs > WORTH_THREADS)
     for (long unit = 0; unit < rows * groups; unit++) {
         const long row = unit / groups, first = row / together * together;
-        const long stride = 4 * (rows - first < together ? rows - first : together);
-        int8_t *values = to->values + first * inputs + (row - first) * 4 + unit % groups * group / 4 * stride;
-        WITH_CONSTANT(dtype, quantize, x, unit * group, group, values, stride, to->scales + unit, to->sums + unit);
+        const long start = unit % groups * group, apart = 4 * (rows - first < together ? rows - first : together);
+        int8_t *values = to->values + first * inputs + (row - first) * 4 + start / 4 * apart;
+        WITH_CONSTANT(dtype, quantize, x.at, row * x.stride + start, group, values, apart, to->scales + unit, to->sums + unit);
     }
 }
 
@@ -119,8 +118,8 @@ static void multiply(const void *product, const Part *part) {
 #ifdef __AMX_BF16__
     if (p->in_tiles) {
         vf sums[32 * BLOCKS];
-        multiply_part((const char *)p->x->values, (const char *)p->weight->values, p->weight->inputs, part, &p->to, sums,
-                      1);
+        multiply_part((const char *)p->x->values, p->weight->inputs, (const char *)p->weight->values, p->weight->inputs,
+                      part, &p->to, sums, 1);
         for (int i = 0; i < part->rows * part->blocks; i++)
             sums[i] = scaled(p, (vi)sums[i], part->row + i / part->blocks, part->block + i % part->blocks, 0);
         write_sums(sums, &p->to, part->row, part->block * LANES, part->rows, part->blocks);
@@ -134,33 +133,28 @@ static void multiply(const void *product, const Part *part) {
 }
 
 /* out = x @ weight.T + bias. x: [rows, inputs] in `dtype`; out: [rows, outputs] in `out_dtype`. */
-EXPORT void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, const char *x,
-                                   char *out, long rows, int dtype, int out_dtype) {
+EXPORT void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, Rows x, Rows out,
+                                   long rows, int dtype, int out_dtype) {
     const long inputs = weight->inputs;
     const int in_tiles = weight->bits == 8 && weight->group == inputs && inputs % 64 == 0 && baton_has_amx();
     const Quantized product = {weight, scratch, in_tiles, {weight->bias, out, weight->outputs, dtype, out_dtype}};
-    quantize_rows(x, scratch, rows, inputs, weight->group, in_tiles ? 1 : ROWS, dtype);
+    quantize_rows(x, scratch, weight, rows, in_tiles ? 1 : ROWS, dtype);
     multiply_all(multiply, &product, rows, inputs, in_tiles ? 32 : ROWS, weight->outputs / LANES,
                  rows * inputs * weight->outputs > 1 << 18);
 }
 
 EXPORT int baton_has_int8_dot(void) { return 1; }
 #else
-EXPORT void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, const char *x,
-                                   char *out, long rows, int dtype, int out_dtype) {
-    (void)weight, (void)scratch, (void)x, (void)out, (void)rows, (void)dtype, (void)out_dtype;
-}
+EXPORT void baton_linear_quantized(const QuantizedWeight *weight, const QuantizedRows *scratch, Rows x, Rows out,
+                                   long rows, int dtype, int out_dtype) {}
 EXPORT int baton_has_int8_dot(void) { return 0; }
 #endif
 
 /* As baton_linear_grouped. `scratch` is for the largest group. */
 EXPORT void baton_linear_quantized_grouped(const QuantizedWeight *const *weights, const QuantizedRows *scratch,
-                                           const char *x, const long *chosen, const long *ends, long groups, char *out,
+                                           Rows x, const long *chosen, const long *ends, long groups, Rows out,
                                            int dtype, int out_dtype) {
-    for (long i = 0, first = 0; i < groups; first = ends[i++]) {
-        const QuantizedWeight *weight = weights[chosen[i]];
-        baton_linear_quantized(weight, scratch, x + first * weight->inputs * (ptrdiff_t)item_bytes(dtype),
-                               out + first * weight->outputs * (ptrdiff_t)item_bytes(out_dtype), ends[i] - first, dtype,
-                               out_dtype);
-    }
+    for (long i = 0, first = 0; i < groups; first = ends[i++])
+        baton_linear_quantized(weights[chosen[i]], scratch, (Rows){row_at(x, first, dtype), x.stride},
+                               (Rows){row_at(out, first, out_dtype), out.stride}, ends[i] - first, dtype, out_dtype);
 }
