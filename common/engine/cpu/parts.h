@@ -69,16 +69,16 @@ typedef struct {
     int dtype, out_dtype;
 } Output;
 
-INLINE void write_sums_as(const vf *sums, const Output *to, long row, long column, int rows, int vectors, int dtype) {
-    for (long at = row * to->out.stride + column; rows-- > 0; at += to->out.stride)
+INLINE void write_sums_as(const vf *sums, Output to, long row, long column, int rows, int vectors, int dtype) {
+    for (long at = row * to.out.stride + column; rows-- > 0; at += to.out.stride)
         for (int j = 0; j < vectors * LANES; j += LANES, sums++)
-            store(to->out.at, at + j, to->bias ? *sums + load(to->bias, column + j, to->dtype) : *sums, dtype);
+            store(to.out.at, at + j, to.bias ? *sums + load(to.bias, column + j, to.dtype) : *sums, dtype);
 }
 
 /* Write a tile's sums [rows, vectors]. Not inlined, since a copy for every size of tile would buy nothing. */
 static __attribute__((noinline, unused)) void write_sums(const vf *sums, const Output *to, long row, long column,
                                                          int rows, int vectors) {
-    WITH_CONSTANT(to->out_dtype, write_sums_as, sums, to, row, column, rows, vectors);
+    WITH_CONSTANT(to->out_dtype, write_sums_as, sums, *to, row, column, rows, vectors);
 }
 
 typedef struct {
