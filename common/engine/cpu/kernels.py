@@ -60,8 +60,11 @@ class Rows(Structure):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Rows":
-        """Return the rows of a tensor ``[rows, ...]``, of which each is contiguous."""
-        return cls(tensor.data_ptr(), tensor.stride(0))
+        """Return the rows of a tensor ``[rows, ...]``, of which each is contiguous.
+
+        The stride of a single row says nothing: torch leaves that of the tensor from which it was taken.
+        """
+        return cls(tensor.data_ptr(), tensor.stride(0) if len(tensor) > 1 else tensor.numel())
 
 
 class LayerCache(Structure):

@@ -28,7 +28,7 @@ from common.engine.attention.protocol import AttentionParams
 from common.engine.batch import RowArrays, make_batch
 from common.engine.cpu.compile_native import Library, build_library
 from common.engine.cpu.huge_pages import HugePages
-from common.engine.cpu.kernels import LIBRARY, Groups, Kernels, WeightTable, load_kernels
+from common.engine.cpu.kernels import LIBRARY, Groups, Kernels, Rows, WeightTable, load_kernels
 from common.engine.cpu.targets import TARGETS
 from common.engine.kv_pool import KVPool
 from common.engine.models.layers import TorchOperations
@@ -378,6 +378,12 @@ def test_a_library_compiled_once_is_found_again(monkeypatch: pytest.MonkeyPatch,
     assert build_library(library) == first
     assert first.stat().st_mtime_ns == changed_at
     assert [file.name for file in (tmp_path / "baton").iterdir()] == [first.name]
+
+
+def test_a_single_row_of_a_wider_tensor_is_no_wider_than_itself() -> None:
+    """With AMX a product reads whole tiles of rows, for which memory is measured by the width of ``x``."""
+    wide = torch.zeros(2, 4096)
+    assert (Rows.of(wide[:, :64]).stride, Rows.of(wide[:1, :64]).stride) == (4096, 64)
 
 
 def test_the_native_code_stays_small() -> None:

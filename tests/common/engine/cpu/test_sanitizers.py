@@ -92,6 +92,7 @@ for dtype, rows in itertools.product(DTYPES, (1, 5, 19)):
             packed = kernels.pack_linear(plain, Exact())
             kernels.linear(torch.randn(rows, inputs).to(dtype), packed, bias, torch.float32)
             kernels.linear(torch.randn(rows, inputs).to(dtype), packed, None, dtype)
+            kernels.linear(torch.randn(1, 9 * inputs).to(dtype)[:, :inputs], packed, None, dtype)
 
 for dtype, rows, inputs in ((torch.float32, 5, 17), *itertools.product(DTYPES, (2, 3, 401), (34, 256))):
     plain = torch.randn(64, inputs).to(dtype)
