@@ -11,7 +11,7 @@
 
 #include "parts.h"
 
-#if defined(__FMA__) && !defined(__AVX512F__)
+#if defined(SIMD) && !defined(__AVX512F__)
 
 enum { ROWS = 6, PARTS = BLOCK / LANES }; /* 12 sums, 2 weights and an input fit in the 16 registers */
 enum { MAX_TOGETHER = 4 };                /* blocks of sixteen outputs in a tile of one row */
@@ -55,8 +55,10 @@ INLINE void add_product(vf *sum, vf a, vf b) {
 INLINE vf widened_weight(vu words, int second, int dtype) {
     if (dtype == F32) return (vf)words;
     if (dtype == BF16) return (vf)(second ? words & 0xffff0000 : words << 16);
-    const vh halves = __builtin_convertvector(second ? words >> 16 : words & 0xffff, vh);
-    return load((const char *)&halves, 0, F16);
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15); /* first inputs first */
+    const __m256i halves = _mm256_shuffle_epi8((__m256i)words, _mm256_broadcastsi128_si256(order));
+    const __m256i parted = _mm256_permute4x64_epi64(halves, 0xd8); /* the same for both halves of the vector */
+    return (vf)_mm256_cvtph_ps(second ? _mm256_extracti128_si256(parted, 1) : _mm256_castsi256_si128(parted));
 }
 
 INLINE void multiply_tile(const Tile *tile, int rows, int blocks, int dtype) {

@@ -23,7 +23,7 @@ typedef __m256i_u Half; /* 16 bits for each lane */
 typedef __m512 FloatVector;
 #else
 enum { LANES = 8 };
-#if defined(__AVX2__) && defined(__F16C__)
+#if defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
 #define SIMD(operation) _mm256_##operation
 #define BYTES(at) _mm_loadl_epi64((const __m128i *)(at))
 typedef __m128i_u Half;

@@ -61,7 +61,7 @@ EXPORT void baton_linear(Rows x, const char *weight, const char *bias, Rows out,
     multiply_all(multiply, &product, rows, 2 * inputs, in_tiles ? 32 : ROWS, width / LANES,
                  rows * inputs * width > 1 << 18);
 }
-#elif !defined(__FMA__) || defined(__AVX512F__)
+#elif !defined(SIMD) || defined(__AVX512F__)
 EXPORT int baton_can_multiply(int dtype) { return 0; }
 
 EXPORT void baton_linear(Rows x, const char *weight, const char *bias, Rows out, char *copied, long rows, long inputs,
