@@ -78,7 +78,7 @@ EXPORT void baton_run_layers(const Layer *layers, const LayerCache *caches, long
         if (step->keep && number + 1 == num_layers) {
             rows = step->num_kept;
             x = gather(step, x, hidden, step->kept);
-            attended = gather(step, attended, layer->o.inputs, step->qkv);
+            attended = gather(step, attended, layer->o.inputs, (Rows){step->qkv.at, attended.stride});
         }
         multiply(step, &layer->o, attended, delta, rows);
         baton_add_rms_norm(x, delta, layer->post_norm, step->normed, rows, hidden, step->eps, step->dtype);

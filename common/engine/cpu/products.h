@@ -43,8 +43,8 @@ INLINE void restore_tiles(const TileConfig *before) {
     } while (0)
 
 #define NO_SUMS(tile, sums, width) _tile_zero(tile)
-/* Tile 4 is of x and tile 5 of weights. Six of the eight tiles are in use: where another hardware thread of the core
- * computes, more are much slower (docs/cpu.md). */
+/* Tile 4 is of x and tile 5 of weights. Six of the eight tiles are in use, since more are much slower at times, probably
+ * where another hardware thread shares the core (docs/cpu.md). */
 #define MULTIPLY(sums) \
     if (is_int8) _tile_dpbsud(sums, 4, 5); else _tile_dpbf16ps(sums, 4, 5)
 
