@@ -126,6 +126,23 @@ def test_a_native_call_has_the_bits_of_the_kernels_called_from_python(dtype: str
     check()
 
 
+def test_a_product_of_whole_tiles_keeps_to_its_memory() -> None:
+    """31 rows are no whole tile, so each product copies them first. Memory for rounded rows follows, unused here."""
+    kernels = load_kernels()
+    if kernels is None or not kernels.has_amx:
+        pytest.skip("no tiles")
+    case = Case(config_of((4, 2, 32), False, True), "bfloat16", "auto")
+    rows, keep = [(0, 31)], list(range(31))
+    case.run(rows, keep, natively=True)
+    assert case.model._native is not None
+    memory = case.model._native._memory
+    with torch.inference_mode():
+        memory.fill_(90)
+    case.run(rows, keep, natively=True)
+    case.pool.close()
+    assert (memory[-32 * 160 :] == 90).all()
+
+
 def test_layers_with_a_product_that_is_not_ours_are_computed_from_python() -> None:
     """No kernel multiplies weights whose outputs are no multiple of 16."""
     config = config_of((4, 2, 32), False, True)
