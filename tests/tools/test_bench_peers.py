@@ -1,7 +1,12 @@
 """``bench engine``: the engines that ``--peer`` names, or what is missing, and the experts that a step reads."""
 
 import argparse
+import os
+import select
+import signal
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,7 @@ from common.engine.models import feed_forward
 from common.engine.models.expert_config import QWEN_EXPERTS, ExpertConfig
 from common.errors import ConfigError
 from scripts.benchmarks.engines.engine import experts_read, run, thread_counts
-from scripts.benchmarks.harness.service_fixture import ServiceStartError
+from scripts.benchmarks.harness.service_fixture import ServiceStartError, running_process
 from scripts.benchmarks.peers.llama_cpp import LlamaCppPeer, parse_output
 from scripts.benchmarks.peers.peer import Workload, parse_peers
 from scripts.benchmarks.peers.vllm_peer import VllmPeer, environment, serving_environment
@@ -113,3 +118,15 @@ def test_experts_are_counted_although_graphs_compute_the_steps() -> None:
     executor: Any = Executor()
     assert experts_read(executor, executor.run) == 3  # 1 and 2, and 0 and 1
     assert executor._graphs is not None
+
+
+def test_processes_that_a_stopped_server_leaves_behind_are_ended() -> None:
+    server = "import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)"
+    with tempfile.TemporaryFile("w+") as log:
+        command = [sys.executable, "-c", server]
+        with running_process(command, os.environ, output=subprocess.PIPE, log=log) as process:
+            assert process.stdout
+            child = os.pidfd_open(int(process.stdout.readline()))
+    with os.fdopen(child, "rb"):
+        assert select.select([child], [], [], 30.0)[0], "the child still runs"
+    assert process.returncode == -signal.SIGTERM

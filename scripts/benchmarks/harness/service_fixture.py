@@ -50,7 +50,7 @@ def running_process(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a server, which writes errors to ``log``; it ends with the block or with this process."""
     bound = bound_command(map(str, command))
-    process = subprocess.Popen(bound, stdout=output, stderr=log, stdin=subprocess.DEVNULL, env=environ)
+    process = subprocess.Popen(bound, stdout=output, stderr=log, stdin=subprocess.DEVNULL, env=environ, process_group=0)
     try:
         yield process
     finally:
@@ -58,8 +58,10 @@ def running_process(
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            process.kill()  # its children die with it
+            process.kill()
             process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # children of other engines may outlive it
         if process.stdout:
             process.stdout.close()
 
