@@ -44,7 +44,7 @@ INLINE void restore_tiles(const TileConfig *before) {
 
 #define NO_SUMS(tile, sums, width) _tile_zero(tile)
 /* Tile 4 is of x and tile 5 of weights. Six of the eight tiles are in use, since more are much slower at times, probably
- * where another hardware thread shares the core (docs/cpu.md). */
+ * where another hardware thread shares the core (docs/cpu-kernels.md). */
 #define MULTIPLY(sums) \
     if (is_int8) _tile_dpbsud(sums, 4, 5); else _tile_dpbf16ps(sums, 4, 5)
 

@@ -387,7 +387,7 @@ def test_a_single_row_of_a_wider_tensor_is_no_wider_than_itself() -> None:
 
 
 def test_the_native_code_stays_small() -> None:
-    """Lines without those that are blank or comments alone; docs/cpu.md has the limit too."""
+    """Lines without those that are blank or comments alone; docs/cpu-kernels.md has the limit too."""
     sources = [file.read_text() for file in (*LIBRARY.sources, *LIBRARY.headers)]
     code = re.sub(r"/\*.*?\*/", "", "\n".join(sources), flags=re.DOTALL)
     num_lines = len([line for line in code.splitlines() if line.strip()])
