@@ -20,6 +20,7 @@ from support.engine.recorded_launches import record_launches
 from common.cache.page_layout import PageLayout
 from common.engine.attention import make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionParams
+from common.engine.batch import RowArrays, make_batch
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels import has_interpreter
 from common.engine.triton_kernels.tiles import (
@@ -86,6 +87,31 @@ def test_splits_are_merged_in_other_formats_of_pages(format: dict[str, object], 
     dtype = "float16" if device == "cuda" else "float32"
     build = with_programs(4)
     compare(build, device, dtype, [(5, 1), (300, 1)], 16, (2, 1, 24), spare_pages=64, format=format)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_far_behind_the_first_are_found(device: str) -> None:
+    """Offsets of their numbers do not fit into 32 bits. On a CPU the pool is a sparse file."""
+    layout = PageLayout(64, 2, 16, 16, "bfloat16")
+    num_pages = (1 << 32) // layout.page_bytes + 2
+    found = []
+    for first in (0, num_pages - 2):
+        pool = KVPool(layout, num_pages, device)
+        backend = with_programs(1)(pool, 4, (AttentionParams(),) * 64)
+        table = np.array([[first, first + 1]], np.int32)
+        torch.manual_seed(0)
+        for start, num_new in ((0, 20), (20, 2)):
+            batch = make_batch(RowArrays(np.array([start]), np.array([num_new]), table, 16), pool.device)
+            step, qkv = backend.prepare(batch), torch.randn(num_new, 8, 16).to(pool.device, torch.bfloat16)
+            if start == 0:
+                found.append(step.extend(63, *qkv.split([4, 2, 2], dim=1)))
+            else:
+                rotary = torch.rand(2, num_new, 8).to(pool.device)
+                found.append(step.rotate_and_extend(63, qkv, None, (rotary[0], rotary[1]), 1e-6))
+        pool.close()
+    near, far = found[:2], found[2:]
+    assert all(part.isfinite().all() and part.any() for part in near)
+    assert all(torch.equal(*pair) for pair in zip(near, far, strict=True))
 
 
 def test_the_number_of_splits_depends_on_the_number_of_pieces_not_on_their_lengths() -> None:
