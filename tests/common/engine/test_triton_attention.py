@@ -1,7 +1,9 @@
 """The Triton backend splits keys, keeps its grid, chooses tiles, and compiles for GPUs that this machine lacks."""
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -32,6 +34,7 @@ from common.engine.triton_kernels.tiles import (
     choose_tile,
     default_tile,
     heads_of_a_program,
+    shared_bytes_of,
     store_tiles,
     stored_sampling_tile,
     stored_tiles,
@@ -234,6 +237,25 @@ def test_a_measured_tile_with_too_few_lines_for_the_heads_is_not_used() -> None:
 
 
 # ---- choice ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Failed to find C compiler"), subprocess.CalledProcessError(1, "gcc"), PermissionError("/x")]
+)
+def test_a_machine_on_which_triton_cannot_compile_is_told_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    class Driver:
+        @property
+        def active(self) -> None:
+            raise error
+
+    module = importlib.import_module("triton.runtime.driver")  # ``triton.runtime.driver`` is the object in it
+    monkeypatch.setattr(module, "driver", Driver())
+    with pytest.raises(
+        ConfigError, match=rf"\({re.escape(str(error))}\): it needs a C compiler, the headers of Python"
+    ):
+        shared_bytes_of(torch.device("cuda", 0))
 
 
 def test_auto_takes_triton_on_cuda_and_torch_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
