@@ -284,7 +284,7 @@ def test_the_backend_is_chosen_by_name() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_for_gpus_with_hardly_a_spilled_register(capability: int, tmp_path: Path) -> None:
     """Triton's package has NVIDIA's assembler, so that machine code is made without a GPU; nothing is launched."""
     script = ROOT / "tests/support/engine/compile_triton_kernels.py"
