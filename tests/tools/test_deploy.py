@@ -373,6 +373,15 @@ def test_the_default_command_of_the_image_needs_a_key(monkeypatch: pytest.Monkey
     assert checked(words, {"BATON_API_KEY": "key"}, monkeypatch).host == "0.0.0.0"
 
 
+def test_the_user_of_the_image_may_write_where_downloads_and_kernels_are_kept() -> None:
+    """It has no home folder, and in Kubernetes the rest of the image cannot be written."""
+    (line,) = instructions("ENV")
+    variables = dict(word.split("=", 1) for word in line.split())
+    assert "install -d -o 10001 -g 10001 /var/cache/baton" in CONTAINERFILE
+    folders = [f"{variables['XDG_CACHE_HOME']}/baton", variables["HF_HOME"], variables["TRITON_CACHE_DIR"]]
+    assert all(Path(folder).is_relative_to("/var/cache/baton") for folder in folders)
+
+
 def test_the_base_is_an_argument_and_packages_are_pinned() -> None:
     assert "ARG BASE=python:3.12-slim" in CONTAINERFILE
     assert all(line.startswith("${BASE}") for line in instructions("FROM"))

@@ -6,6 +6,7 @@ The file is ``~/.cache/baton/triton/DEVICE.json`` (or below ``$XDG_CACHE_HOME``)
 
 import json
 import logging
+import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from common.engine.cpu.compile_native import cache_folder
+from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -130,11 +132,22 @@ def heads_of_a_program(group: int, value_dim: int) -> int:
 
 
 def shared_bytes_of(device: torch.device) -> int:
-    """Return the shared memory that one program may use on a GPU."""
+    """Return the shared memory that one program may use on a GPU.
+
+    Raises:
+        ConfigError: Triton cannot compile the module with which it launches kernels.
+    """
     from triton.runtime.driver import driver
 
+    try:
+        utils = driver.active.utils
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"Triton cannot compile the module with which it launches kernels ({error}): it needs a C compiler, the "
+            "headers of Python (Debian, Ubuntu: gcc, python3-dev), and a folder that can be written (TRITON_CACHE_DIR)"
+        ) from error
     index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    return int(utils.get_device_properties(index)["max_shared_mem"])
 
 
 def default_tile(shape: TileShape, shared_bytes: int = SHARED_BYTES) -> Tile:

@@ -37,7 +37,7 @@ class CudaIpcReader(ShmReader):
             self._close_driver()
             raise ConfigError(
                 f"--transport cuda-ipc cannot export the GPU's memory ({error}): leave expandable_segments out of "
-                "PYTORCH_CUDA_ALLOC_CONF, or use another --transport"
+                "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, or use another --transport"
             ) from error
         except ConfigError:
             self._close_driver()

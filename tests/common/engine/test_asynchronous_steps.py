@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.engine.devices import DEVICES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,7 +29,7 @@ from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.models.decoder import Decoder, allocate_weights
 from common.engine.pending_step import PendingStep
-from common.sampling_params import SamplingParams
+from common.sampling_params import SamplingParams, Thinking
 from common.step_plan import Admit, PageDelta, Row, StepPlan
 
 META = torch.device("meta")
@@ -45,6 +46,7 @@ INDEPENDENT = {
 DEPENDENT = {
     "penalties": SamplingParams(presence_penalty=0.5, repetition_penalty=1.2),
     "bad words": SamplingParams(bad_words=((1, 2),), allowed_token_ids=(1, 2, 3)),
+    "budget": SamplingParams(thinking=Thinking(None, (3, 4), budget=1)),
 }
 PROMPT = tuple(range(10, 20))
 
@@ -169,6 +171,31 @@ def test_steps_launched_together_give_a_gpu_the_same_results(name: str, device: 
     expected = [executor.run(plan) for plan in plans]
     launched = [executor.launch(plan) for plan in plans]
     assert [step.result().tokens for step in launched] == [result.tokens for result in expected]
+    executor.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mask_forces_tokens_in_its_own_row_alone(device: str) -> None:
+    """The steps are launched without waiting; a forced row waits for its own token before it is sampled again."""
+    config = ModelConfig.load(SMALL_MODEL)
+    executor = load_executor(config, device=device, dtype="float32", num_slots=2, num_pages=8, page_size=16)
+    greedy = SamplingParams(temperature=0.0)
+
+    def tokens(*params: SamplingParams) -> list[tuple[int, ...]]:
+        slots = range(len(params))
+        admits = tuple(Admit(slot, params[slot], len(PROMPT), None, PROMPT) for slot in slots)
+        pages = tuple(PageDelta(slot, 0, (slot,)) for slot in slots)
+        rows = [tuple(Row(slot, 0, PROMPT, True) for slot in slots)]
+        rows += [tuple(Row(slot, len(PROMPT) + step, None, True) for slot in slots) for step in range(4)]
+        launched = [executor.launch(StepPlan(1, admits, pages, rows[0]))]
+        launched += [executor.launch(StepPlan(2 + step, (), (), each)) for step, each in enumerate(rows[1:])]
+        return list(zip(*(step.result().tokens for step in launched), strict=True))
+
+    forced = greedy._replace(thinking=Thinking(None, (3, 4), budget=0))
+    [alone] = tokens(greedy)
+    first, second = tokens(greedy, forced)
+    assert first == alone
+    assert second[:2] == (3, 4)
     executor.close()
 
 

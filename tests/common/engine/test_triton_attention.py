@@ -1,7 +1,9 @@
 """The Triton backend splits keys, keeps its grid, chooses tiles, and compiles for GPUs that this machine lacks."""
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -20,6 +22,7 @@ from support.engine.recorded_launches import record_launches
 from common.cache.page_layout import PageLayout
 from common.engine.attention import make_attention, resolve_attention
 from common.engine.attention.protocol import AttentionParams
+from common.engine.batch import RowArrays, make_batch
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels import has_interpreter
 from common.engine.triton_kernels.tiles import (
@@ -31,6 +34,7 @@ from common.engine.triton_kernels.tiles import (
     choose_tile,
     default_tile,
     heads_of_a_program,
+    shared_bytes_of,
     store_tiles,
     stored_sampling_tile,
     stored_tiles,
@@ -86,6 +90,31 @@ def test_splits_are_merged_in_other_formats_of_pages(format: dict[str, object], 
     dtype = "float16" if device == "cuda" else "float32"
     build = with_programs(4)
     compare(build, device, dtype, [(5, 1), (300, 1)], 16, (2, 1, 24), spare_pages=64, format=format)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_far_behind_the_first_are_found(device: str) -> None:
+    """Offsets of their numbers do not fit into 32 bits. On a CPU the pool is a sparse file."""
+    layout = PageLayout(64, 2, 16, 16, "bfloat16")
+    num_pages = (1 << 32) // layout.page_bytes + 2
+    found = []
+    for first in (0, num_pages - 2):
+        pool = KVPool(layout, num_pages, device)
+        backend = with_programs(1)(pool, 4, (AttentionParams(),) * 64)
+        table = np.array([[first, first + 1]], np.int32)
+        torch.manual_seed(0)
+        for start, num_new in ((0, 20), (20, 2)):
+            batch = make_batch(RowArrays(np.array([start]), np.array([num_new]), table, 16), pool.device)
+            step, qkv = backend.prepare(batch), torch.randn(num_new, 8, 16).to(pool.device, torch.bfloat16)
+            if start == 0:
+                found.append(step.extend(63, *qkv.split([4, 2, 2], dim=1)))
+            else:
+                rotary = torch.rand(2, num_new, 8).to(pool.device)
+                found.append(step.rotate_and_extend(63, qkv, None, (rotary[0], rotary[1]), 1e-6))
+        pool.close()
+    near, far = found[:2], found[2:]
+    assert all(part.isfinite().all() and part.any() for part in near)
+    assert all(torch.equal(*pair) for pair in zip(near, far, strict=True))
 
 
 def test_the_number_of_splits_depends_on_the_number_of_pieces_not_on_their_lengths() -> None:
@@ -210,6 +239,25 @@ def test_a_measured_tile_with_too_few_lines_for_the_heads_is_not_used() -> None:
 # ---- choice ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Failed to find C compiler"), subprocess.CalledProcessError(1, "gcc"), PermissionError("/x")]
+)
+def test_a_machine_on_which_triton_cannot_compile_is_told_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    class Driver:
+        @property
+        def active(self) -> None:
+            raise error
+
+    module = importlib.import_module("triton.runtime.driver")  # ``triton.runtime.driver`` is the object in it
+    monkeypatch.setattr(module, "driver", Driver())
+    with pytest.raises(
+        ConfigError, match=rf"\({re.escape(str(error))}\): it needs a C compiler, the headers of Python"
+    ):
+        shared_bytes_of(torch.device("cuda", 0))
+
+
 def test_auto_takes_triton_on_cuda_and_torch_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_attention("auto", CUDA, LAYOUT) == "triton"
     assert resolve_attention("auto", CPU, LAYOUT) == "cpu"
@@ -236,7 +284,7 @@ def test_the_backend_is_chosen_by_name() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_for_gpus_with_hardly_a_spilled_register(capability: int, tmp_path: Path) -> None:
     """Triton's package has NVIDIA's assembler, so that machine code is made without a GPU; nothing is launched."""
     script = ROOT / "tests/support/engine/compile_triton_kernels.py"

@@ -87,6 +87,22 @@ def test_some_heads_of_every_layer_become_the_pages_of_one_rank(device: str) -> 
     assert torch.equal(staging.cpu(), heads.reshape(2, -1))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_far_behind_the_first_are_copied(device: str) -> None:
+    """Offsets of their bytes do not fit into 32 bits. On a CPU the pool is a sparse file."""
+    layout = PageLayout(1, 2, 64, 64, "bfloat16")
+    pool = KVPool(layout, (1 << 32) // layout.page_bytes + 1, device)
+    last, runs = pool.num_pages - 1, Runs.make(((1, 5), (8, 3)), layout.page_bytes, pool.device)
+    assert runs.word_bytes == 1
+    sent, came = torch.arange(1, 9, dtype=torch.uint8, device=device), torch.zeros(8, dtype=torch.uint8, device=device)
+    numbers = torch.tensor([last], device=device)
+    scatter(pool.pages, numbers, runs, sent)
+    assert pool.pages[last, :12].tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 6, 7, 8, 0]
+    gather(pool.pages, numbers, runs, came)
+    assert torch.equal(came, sent)
+    pool.close()
+
+
 class PoolWithDevice(KVPool):
     """A pool on the CPU that says that its memory is a device's."""
 

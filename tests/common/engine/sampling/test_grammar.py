@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer
 from common.engine.executor import TorchExecutor
 from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
-from common.engine.sampling.constraints import MaskedRow, OutputConstraint, TokenMasks
+from common.engine.sampling.constraints import MaskedRow, OutputConstraint, TokenMasks, _biases_on_device
 from common.engine.sampling.grammar import GrammarCompiler, load_compiler
 from common.engine.sampling.reasoning import Phase, ReasoningState
 from common.errors import RequestError
@@ -168,6 +169,13 @@ def test_masks_are_the_same_after_any_history(compiler: GrammarCompiler, data: s
         assert max(allowed) < 325
         output.append(data.draw(st.sampled_from(allowed)))
         grown.append(output[-1])
+    masks.close()
+
+
+def test_what_a_gpu_makes_of_bits_equals_what_the_cpu_makes_of_them() -> None:
+    masks = TokenMasks(np.arange(300), vocab_size=300, device=torch.device("cpu"), num_threads=1)
+    bits = np.random.default_rng(0).integers(-(2**31), 2**31, (3, 10)).astype(np.int32)
+    assert torch.equal(_biases_on_device(torch.from_numpy(bits))[:, :300], masks._to_biases(bits))
     masks.close()
 
 
