@@ -344,7 +344,8 @@ class InputProcessor:
     ) -> GenerateRequest:  # fmt: skip
         limits = context.limits
         default = _tokens_left(len(prompt), limits) if default_max is None else default_max
-        maximum = max_output_tokens(body.max_tokens, len(prompt), limits, default, "max_tokens")
+        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        maximum = max_output_tokens(body.max_tokens, len(prompt), limits, default, param)
         sampling = _sampling_params(body, limits, max_new_tokens=maximum, minimum="min_tokens", logprobs=logprobs)
         return self._request(context, rid, prompt, sampling, body)
 
@@ -357,8 +358,9 @@ class InputProcessor:
         prompt: Sequence[int],
         prefix: str,
     ) -> GenerateRequest:
-        given = params.max_new_tokens if params.max_new_tokens is not None else params.max_tokens
-        maximum = max_output_tokens(given, len(prompt), context.limits, NATIVE_MAX_TOKENS, f"{prefix}max_new_tokens")
+        maximum_name = "max_tokens" if params.max_new_tokens is None else "max_new_tokens"
+        given: int | None = getattr(params, maximum_name)
+        maximum = max_output_tokens(given, len(prompt), context.limits, NATIVE_MAX_TOKENS, prefix + maximum_name)
         minimum_name = "min_tokens" if params.min_new_tokens is None else "min_new_tokens"
         if params.seed is None:
             params.seed = params.sampling_seed
