@@ -112,7 +112,7 @@ class InputProcessor:
         if body.max_tokens == 0 and not body.echo:
             raise refuse("must be at least 1, unless echo is true", "max_tokens")
         prompts = split_prompts(body.prompt, "prompt")
-        check_num_outputs(len(prompts), body.n or 1, context.max_outputs, "prompt")
+        check_num_outputs(len(prompts), body.n or 1, context.max_outputs, "prompt", "n")
         ids = await self._token_ids(
             context, prompts, "prompt", _truncation(body, COMPLETION_MAX_TOKENS),
             add_special_tokens=body.add_special_tokens is not False,
@@ -139,6 +139,7 @@ class InputProcessor:
             context = await self._constrained(context, body)
         if body.top_logprobs and not body.logprobs:
             raise refuse("needs logprobs to be true", "top_logprobs")
+        check_num_outputs(1, body.n or 1, context.max_outputs, "messages", "n")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         context = context._replace(is_message=not body.continue_final_message)
         text = await self.render(model, body)
@@ -172,7 +173,7 @@ class InputProcessor:
         num_samples = params[0].n or 1
         if any((other.n or 1) != num_samples for other in params):
             raise refuse("must be the same for all prompts", "sampling_params.n")
-        check_num_outputs(count, num_samples, context.max_outputs, param)
+        check_num_outputs(count, num_samples, context.max_outputs, param, "sampling_params.n")
         rids = request_ids(body.rid, request_id, count, is_batch)
         ids = await self._token_ids(context, prompts, param)
         requests: list[GenerateRequest] = []

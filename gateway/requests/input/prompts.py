@@ -61,11 +61,16 @@ def split_prompts(given: Any, param: str) -> list[Prompt]:
     return list(given)
 
 
-def check_num_outputs(num_prompts: int, num_samples: int, most: int, param: str) -> None:
-    """Refuses more outputs than can be in flight at once, before any is made."""
+def check_num_outputs(num_prompts: int, num_samples: int, most: int, prompts: str, samples: str) -> None:
+    """Refuses more outputs than can be in flight at once, before any is made.
+
+    Args:
+        prompts, samples: the fields that ask for them.
+    """
     count = num_prompts * num_samples
     if count > most:
-        raise refuse(f"{count} outputs in one request, at most {most} can be in flight; split the request", param)
+        message = f"{count} outputs in one request, at most {most} can be in flight; split the request"
+        raise refuse(message, prompts if num_prompts > 1 else samples)
 
 
 def check_vocabulary(ids: Collection[int], vocab_size: int, param: str) -> None:

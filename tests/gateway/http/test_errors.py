@@ -284,6 +284,18 @@ async def test_half_a_million_outputs_are_refused_before_they_are_built(stack, p
     assert "524288 outputs in one request, at most 520 can be in flight" in answer["error"]["message"]
 
 
+async def test_more_samples_than_can_be_in_flight_are_refused_by_their_field(folder):
+    async with running(folder, max_queued_requests=1) as stack:
+        await stack.pair(max_running=1)
+        for path, body, param in (
+            ("/v1/completions", {"prompt": "a", "n": 3}, "n"),
+            ("/v1/chat/completions", {"messages": HI, "n": 3}, "n"),
+            ("/generate", {"text": "a", "sampling_params": {"n": 3}}, "sampling_params.n"),
+        ):
+            status, answer = await stack.post(path, body)
+            assert (status, answer["error"]["param"]) == (400, param)
+
+
 async def test_tokenizing_many_texts_yields_to_the_event_loop(stack, monkeypatch):
     monkeypatch.setattr("gateway.text.tokenizer.LONG_CHARACTERS", 1000)
     own, tokenizer = stack.gateway._models["tiny"].tokenizer, stack.gateway._tokenizer
