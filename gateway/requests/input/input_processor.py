@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from common.config.lora import cache_root
-from common.errors import ErrorCode
+from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from gateway.http.limits import MAX_VALUES, check_weights
 from gateway.http.protocol.decoding import refuse
@@ -147,7 +147,7 @@ class InputProcessor:
             make = partial(chat_output, body, model.formats, model.tokenizer, text, context.output)
             output = await self._tokenizer.on_thread(make) if tools_size(body) > LARGE_TOOLS else make()
             if output.grammar != context.output.grammar:
-                await self._grammars.check(StructuredOutput("tools", "lark", output.grammar))
+                await self._check_calls(body, output.grammar)
             context = context._replace(output=output)
         (ids,) = await self._token_ids(
             context, [text], "messages", _truncation(body, None), add_special_tokens=bool(body.add_special_tokens),
@@ -256,6 +256,24 @@ class InputProcessor:
             return context
         grammar = await self._grammars.check(wanted)
         return context._replace(output=ChatOutput(grammar=grammar, param=wanted.param))
+
+    async def _check_calls(self, body: ChatCompletionRequest, grammar: str) -> None:
+        """Checks the grammar of calls. An error names the function whose parameters alone have the same error."""
+        try:
+            await self._grammars.check(StructuredOutput("tools", "lark", grammar))
+        except RequestError as error:
+            if error.code is not ErrorCode.INVALID_REQUEST:  # too many are being compiled
+                raise
+            for function in [tool.function for tool in body.tools or []]:
+                wanted = StructuredOutput(
+                    "schema", "json_schema", function.parameters or {}, is_lenient=not function.strict
+                )
+                try:
+                    await self._grammars.check(wanted)
+                except RequestError as own:
+                    if own.message.partition(": ")[2] == error.message.partition(": ")[2]:
+                        raise refuse(f"in {function.name}, {own.message}", "tools") from error
+            raise
 
     # ---- chats as text ----------------------------------------------------------------------------------------------
 
