@@ -118,7 +118,8 @@ class RequestCycle:
         self._body = bytearray()  # what has arrived and was not given to the application
         self._num_body_bytes = 0
         self._is_body_given = False
-        self._waits_for_continue = connection.expect_100_continue
+        # A client of HTTP/1.0 does not know the interim answer and would take it for the answer.
+        self._waits_for_continue = connection.expect_100_continue and self.scope["http_version"] != "1.0"
         self._is_chunked = False
         self._num_left = 0  # bytes that the announced length still lacks
         self._failure: RequestError | None = None

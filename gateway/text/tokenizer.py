@@ -45,6 +45,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: one more than the largest token id.
+        special_ids: ids of the special tokens.
 
     Raises ValueError: it is more than ``MAX_VOCABULARY``.
     """
@@ -57,12 +58,13 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MAX_VOCABULARY:
             raise ValueError(f"it has the token id {self.vocab_size - 1}, and {MAX_VOCABULARY - 1} is the highest")
-        special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_ids = frozenset(i for i, token in added if token.special)
         self._decoded: dict[int, bytes] = {}  # pieces that were asked for, of a tokenizer that is not byte-level
         self._pieces: list[bytes] | None = None
         if type(tokenizer.decoder).__name__ == "ByteLevel":
             self._pieces = _byte_pieces(vocabulary, self.vocab_size)
-            self._shown_pieces = [b"" if i in special else piece for i, piece in enumerate(self._pieces)]
+            self._shown_pieces = [b"" if i in self.special_ids else piece for i, piece in enumerate(self._pieces)]
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":

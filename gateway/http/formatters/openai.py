@@ -217,8 +217,16 @@ class CompletionFormatter(_OpenAIFormatter):
         return _TextOffset(self._tokenizer.detokenizer(before, skip_special=output.request.skip_special), offset)
 
     def _prompt_offsets(self, output: OutputStream, prompt: Sequence[int]) -> list[int]:
-        position = self._text_offset(output, 0)
-        return [min(position.advance(token), output.request.text_offset) for token in prompt]
+        """Positions of a prompt's tokens; a special one has characters if the client has written it as text."""
+        echo, position = output.request.echo, self._text_offset(output, 0)
+        offsets = []
+        for token in prompt:
+            offset = position.advance(token)
+            offsets.append(min(offset, len(echo)))
+            if position.offset == offset and token in self._tokenizer.special_ids:
+                written = self._tokenizer.piece(token).decode(errors="ignore").strip()
+                position.offset += len(written) if echo.startswith(written, offset) else 0
+        return offsets
 
     def _tops(self, sampled: int, entry: TokenLogprobs) -> dict[str, float]:
         """Log-probabilities by the texts of tokens. Of two tokens with one text, the less likely is shown by its id."""

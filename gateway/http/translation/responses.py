@@ -43,7 +43,7 @@ from gateway.http.translation.common import AssistantTurn, missing, only_text
 #: Names of the Responses API for fields of chat completions, for errors.
 FIELD_NAMES = {
     "messages": "input",
-    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }

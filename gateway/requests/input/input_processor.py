@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from common.config.lora import cache_root
-from common.errors import ErrorCode
+from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from gateway.http.limits import MAX_VALUES, check_weights
 from gateway.http.protocol.decoding import refuse
@@ -112,7 +112,7 @@ class InputProcessor:
         if body.max_tokens == 0 and not body.echo:
             raise refuse("must be at least 1, unless echo is true", "max_tokens")
         prompts = split_prompts(body.prompt, "prompt")
-        check_num_outputs(len(prompts), body.n or 1, context.max_outputs, "prompt")
+        check_num_outputs(len(prompts), body.n or 1, context.max_outputs, "prompt", "n")
         ids = await self._token_ids(
             context, prompts, "prompt", _truncation(body, COMPLETION_MAX_TOKENS),
             add_special_tokens=body.add_special_tokens is not False,
@@ -139,6 +139,7 @@ class InputProcessor:
             context = await self._constrained(context, body)
         if body.top_logprobs and not body.logprobs:
             raise refuse("needs logprobs to be true", "top_logprobs")
+        check_num_outputs(1, body.n or 1, context.max_outputs, "messages", "n")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         context = context._replace(is_message=not body.continue_final_message)
         text = await self.render(model, body)
@@ -146,7 +147,7 @@ class InputProcessor:
             make = partial(chat_output, body, model.formats, model.tokenizer, text, context.output)
             output = await self._tokenizer.on_thread(make) if tools_size(body) > LARGE_TOOLS else make()
             if output.grammar != context.output.grammar:
-                await self._grammars.check(StructuredOutput("tools", "lark", output.grammar))
+                await self._check_calls(body, output.grammar)
             context = context._replace(output=output)
         (ids,) = await self._token_ids(
             context, [text], "messages", _truncation(body, None), add_special_tokens=bool(body.add_special_tokens),
@@ -172,7 +173,7 @@ class InputProcessor:
         num_samples = params[0].n or 1
         if any((other.n or 1) != num_samples for other in params):
             raise refuse("must be the same for all prompts", "sampling_params.n")
-        check_num_outputs(count, num_samples, context.max_outputs, param)
+        check_num_outputs(count, num_samples, context.max_outputs, param, "sampling_params.n")
         rids = request_ids(body.rid, request_id, count, is_batch)
         ids = await self._token_ids(context, prompts, param)
         requests: list[GenerateRequest] = []
@@ -255,6 +256,24 @@ class InputProcessor:
             return context
         grammar = await self._grammars.check(wanted)
         return context._replace(output=ChatOutput(grammar=grammar, param=wanted.param))
+
+    async def _check_calls(self, body: ChatCompletionRequest, grammar: str) -> None:
+        """Checks the grammar of calls. An error names the function whose parameters alone have the same error."""
+        try:
+            await self._grammars.check(StructuredOutput("tools", "lark", grammar))
+        except RequestError as error:
+            if error.code is not ErrorCode.INVALID_REQUEST:  # too many are being compiled
+                raise
+            for function in [tool.function for tool in body.tools or []]:
+                wanted = StructuredOutput(
+                    "schema", "json_schema", function.parameters or {}, is_lenient=not function.strict
+                )
+                try:
+                    await self._grammars.check(wanted)
+                except RequestError as own:
+                    if own.message.partition(": ")[2] == error.message.partition(": ")[2]:
+                        raise refuse(f"in {function.name}, {own.message}", "tools") from error
+            raise
 
     # ---- chats as text ----------------------------------------------------------------------------------------------
 
@@ -344,7 +363,8 @@ class InputProcessor:
     ) -> GenerateRequest:  # fmt: skip
         limits = context.limits
         default = _tokens_left(len(prompt), limits) if default_max is None else default_max
-        maximum = max_output_tokens(body.max_tokens, len(prompt), limits, default, "max_tokens")
+        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        maximum = max_output_tokens(body.max_tokens, len(prompt), limits, default, param)
         sampling = _sampling_params(body, limits, max_new_tokens=maximum, minimum="min_tokens", logprobs=logprobs)
         return self._request(context, rid, prompt, sampling, body)
 
@@ -357,8 +377,9 @@ class InputProcessor:
         prompt: Sequence[int],
         prefix: str,
     ) -> GenerateRequest:
-        given = params.max_new_tokens if params.max_new_tokens is not None else params.max_tokens
-        maximum = max_output_tokens(given, len(prompt), context.limits, NATIVE_MAX_TOKENS, f"{prefix}max_new_tokens")
+        maximum_name = "max_tokens" if params.max_new_tokens is None else "max_new_tokens"
+        given: int | None = getattr(params, maximum_name)
+        maximum = max_output_tokens(given, len(prompt), context.limits, NATIVE_MAX_TOKENS, prefix + maximum_name)
         minimum_name = "min_tokens" if params.min_new_tokens is None else "min_new_tokens"
         if params.seed is None:
             params.seed = params.sampling_seed

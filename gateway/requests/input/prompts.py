@@ -22,8 +22,7 @@ def request_ids(given: str | list[str] | None, request_id: str, count: int, is_b
     if given is None or isinstance(given, str):
         rid = request_id if given is None else given
         return [rid] if count == 1 else [f"{rid}-{i}" for i in range(count)]
-    if len(given) != count or not is_batch:
-        raise refuse(f"has {len(given)} ids for {count} prompts", "rid")
+    given = broadcast(given, count, is_batch, "rid")
     if len(set(given)) != count:
         raise refuse("has the same id twice; ids must be distinct", "rid")
     return given
@@ -33,7 +32,9 @@ def broadcast(given: Any, count: int, is_batch: bool, param: str) -> list[Any]:
     """One value for each prompt."""
     if not isinstance(given, list):
         return [given] * count
-    if len(given) != count or not is_batch:
+    if not is_batch:
+        raise refuse("must not be a list, since there is a single prompt", param)
+    if len(given) != count:
         raise refuse(f"has {len(given)} values for {count} prompts", param)
     return given
 
@@ -60,11 +61,16 @@ def split_prompts(given: Any, param: str) -> list[Prompt]:
     return list(given)
 
 
-def check_num_outputs(num_prompts: int, num_samples: int, most: int, param: str) -> None:
-    """Refuses more outputs than can be in flight at once, before any is made."""
+def check_num_outputs(num_prompts: int, num_samples: int, most: int, prompts: str, samples: str) -> None:
+    """Refuses more outputs than can be in flight at once, before any is made.
+
+    Args:
+        prompts, samples: the fields that ask for them.
+    """
     count = num_prompts * num_samples
     if count > most:
-        raise refuse(f"{count} outputs in one request, at most {most} can be in flight; split the request", param)
+        message = f"{count} outputs in one request, at most {most} can be in flight; split the request"
+        raise refuse(message, prompts if num_prompts > 1 else samples)
 
 
 def check_vocabulary(ids: Collection[int], vocab_size: int, param: str) -> None:

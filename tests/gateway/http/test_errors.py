@@ -133,6 +133,7 @@ BAD_CHATS = [
     ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
     ({"messages": HI, "reasoning_effort": "much"}, "reasoning_effort"),
     ({"messages": HI, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"messages": HI, "max_completion_tokens": 512}, "max_completion_tokens"),
     ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
     ({"messages": HI, "prompt": "a"}, "prompt"),
@@ -152,6 +153,7 @@ BAD_GENERATES = [
     ({"input_ids": ["a"]}, "input_ids[0]"),
     ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
     ({"text": "a", "sampling_params": {"max_new_tokens": 1000}}, "sampling_params.max_new_tokens"),
+    ({"text": "a", "sampling_params": {"max_tokens": 1000}}, "sampling_params.max_tokens"),
     ({"text": "a", "sampling_params": {"temperature": "hot"}}, "sampling_params.temperature"),
     ({"text": "a", "sampling_params": {"n": 0}}, "sampling_params.n"),
     ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, "sampling_params.n"),
@@ -280,6 +282,18 @@ async def test_half_a_million_outputs_are_refused_before_they_are_built(stack, p
     status, answer = await stack.post(path, body)
     assert (status, answer["error"]["param"]) == (400, param)
     assert "524288 outputs in one request, at most 520 can be in flight" in answer["error"]["message"]
+
+
+async def test_more_samples_than_can_be_in_flight_are_refused_by_their_field(folder):
+    async with running(folder, max_queued_requests=1) as stack:
+        await stack.pair(max_running=1)
+        for path, body, param in (
+            ("/v1/completions", {"prompt": "a", "n": 3}, "n"),
+            ("/v1/chat/completions", {"messages": HI, "n": 3}, "n"),
+            ("/generate", {"text": "a", "sampling_params": {"n": 3}}, "sampling_params.n"),
+        ):
+            status, answer = await stack.post(path, body)
+            assert (status, answer["error"]["param"]) == (400, param)
 
 
 async def test_tokenizing_many_texts_yields_to_the_event_loop(stack, monkeypatch):

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.gateway.fake_nodes import EOS, make_model_folder, make_tokenizer, prompt_logprobs_of, running
 from tokenizers import normalizers
@@ -281,6 +281,7 @@ async def test_offsets_point_into_the_text_however_it_is_streamed(stack):
     body = CompletionRequest(prompt="", logprobs=0)
 
     @settings(deadline=None)
+    @example(f"a{EOS}b", "c", True, [])
     @given(st.text(max_size=12), st.text(min_size=1, max_size=12), st.booleans(), st.lists(st.integers(1, 12)))
     def check(prompt, text, is_echo, cuts):
         prompt_ids, ids = ids_of(prompt), ids_of(text)

@@ -448,6 +448,13 @@ async def test_a_client_that_waits_is_told_to_continue_when_the_body_is_read():
         assert (await answer_of(reader))[2] == b"hi"
 
 
+async def test_a_client_of_http_1_0_is_not_told_to_continue():
+    async with serving(echo_body) as (_, server), connected(server) as (reader, writer):
+        writer.write(b"POST /p HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nhi")
+        status, _, body = await answer_of(reader)
+        assert (status, body) == (200, b"hi")
+
+
 async def test_an_unread_body_is_dropped_and_a_slow_one_ends_the_connection(monkeypatch):
     monkeypatch.setattr(http_connection, "LINGER_S", 60.0)
     async with serving(say_path) as (_, server), connected(server) as (reader, writer):

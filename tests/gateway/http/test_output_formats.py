@@ -232,6 +232,13 @@ async def test_an_error_in_a_schema_has_its_place_in_all_apis(stack):
         assert answer["error"]["message"].startswith(f"{param}.schema.properties.age: cannot be compiled")
 
 
+async def test_an_error_in_the_parameters_of_a_tool_names_the_function(stack):
+    tools = [*TOOLS, {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
+    status, answer = await stack.post("/v1/chat/completions", {"messages": HI, "tools": tools})
+    assert (status, answer["error"]["param"]) == (400, "tools")
+    assert answer["error"]["message"].startswith("tools: in f, schema: cannot be compiled: Unimplemented keys")
+
+
 @pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])
 async def test_formats_can_be_named_and_turned_off(qwen, flag):
     with pytest.raises(ConfigError, match=flag.replace("_", "-")):
