@@ -86,7 +86,9 @@ class NodeAdapters:
         self._has_withdrawn = False  # since the last ``take``
         self._loading: Counter[tuple[str, int]] = Counter()  # by name and number of the change
         self._read: SimpleQueue[Read] = SimpleQueue()
-        self._threads: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        if config.lora_dir is not None:
+            self._thread.submit(int)  # start it now: later, the process may have no further thread
 
     def __contains__(self, adapter: object) -> bool:
         return any(one.id == adapter for one in self.listed)
@@ -166,10 +168,8 @@ class NodeAdapters:
             )
         root = Path(config.lora_dir).expanduser().resolve()
         folder = _below(root, message.path)
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._loading[name, message.change] += 1
-        self._threads.submit(self._load, asked, folder, root)
+        self._thread.submit(self._load, asked, folder, root)
 
     def _load(self, asked: Asked, folder: Path, root: Path) -> None:
         """On the thread: read an adapter, also one that is known, since several gateways may ask for the same."""
@@ -277,8 +277,7 @@ class NodeAdapters:
         return replace(self.state, error=error[:MAX_SENTENCE], number=asked.message.number)
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _overtaken(name: str) -> ConfigError:

@@ -125,6 +125,17 @@ def test_a_path_below_the_folder_is_loaded(folder: Path, path: str) -> None:
     assert "a@other" not in node.adapters
 
 
+def test_an_adapter_is_loaded_although_the_process_may_have_no_further_thread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    node = Node(folder)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert not node.load("a", "a")
+
+
 def test_the_name_of_the_model_is_refused(folder: Path) -> None:
     assert "the model itself" in Node(folder).load("m", "a")
 
