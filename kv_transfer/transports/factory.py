@@ -1,5 +1,6 @@
 """Which transports a node has: the one that was asked for, or with ``auto`` all that work here."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -118,14 +119,18 @@ def _available(store: PageStore, settings: TransportSettings, make: Callable[[st
             "--gpu-direct is about NIXL, which --transport auto leaves out while pages stay on this machine: add "
             "--transport nixl, or --data-interface with the address of an interface"
         )
-    found = []
-    for candidate in LOCAL_TRANSPORTS if is_loopback(settings.host) else TRANSPORTS:
-        if candidate == "cuda-ipc" and store.device_pages is None:
-            continue
-        try:
-            found.append(make(candidate))
-        except ConfigError as error:
-            log.info("transport %s is not available here: %s", candidate, error)
+    found: list[T] = []
+    with contextlib.ExitStack() as opened:
+        for candidate in LOCAL_TRANSPORTS if is_loopback(settings.host) else TRANSPORTS:
+            if candidate == "cuda-ipc" and store.device_pages is None:
+                continue
+            try:
+                found.append(make(candidate))
+            except ConfigError as error:
+                log.info("transport %s is not available here: %s", candidate, error)
+            else:
+                opened.callback(found[-1].close)
+        opened.pop_all()
     if not found:
         raise ConfigError("--transport auto finds no transport that works here")
     return found

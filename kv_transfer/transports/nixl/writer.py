@@ -29,6 +29,7 @@ from kv_transfer.transports.nixl.handshake import Handshake
 from kv_transfer.transports.nixl.peer_state import PeerState, Write, opened
 from kv_transfer.transports.shm.protocol import DETACHED
 from kv_transfer.transports.silence import LATE_S, LOOK_PAUSE_S, ConnectionInfo, shut_silent
+from kv_transfer.transports.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class NixlWriter(WriterTransport):
 
     Raises:
         ConfigError: NIXL is not installed or does not work here, or not for this pool.
+        OSError: this process may have no further thread.
     """
 
     name = "nixl"
@@ -99,7 +101,7 @@ class NixlWriter(WriterTransport):
         self._turn_began_at = math.inf  # of the thread; infinite while it waits for a job
         self._handshake = Handshake(self._agent, lambda: [peer_state.key for peer_state in list(self._peers.values())])
         self._thread = threading.Thread(target=self._run, name="nixl-send", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     # ---- called by the loop -------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from kv_transfer.page_slices import SlicePair, copy
 from kv_transfer.page_store import PageStore
 from kv_transfer.transports.base import address_of, stage
+from kv_transfer.transports.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,8 @@ class CopyThread:
     """Copies piece after piece, ticket after ticket, and writes to the eventfd ``wake`` after each ticket.
 
     While there is nothing to copy, it prepares pages that will be written later, one after the other.
+
+    Raises OSError: this process may have no further thread.
     """
 
     def __init__(self, name: str, num_pages: int, wake: int) -> None:
@@ -126,7 +129,7 @@ class CopyThread:
         self._expected: deque[tuple[PeerPool, int]] = deque(maxlen=MAX_EXPECTED)  # pages to prepare; of the thread
         self._done: deque[int] = deque()
         self._thread = threading.Thread(target=self._run, name=f"{name}-copy", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     # ---- called by the loop -------------------------------------------------------------------------------------
 

@@ -65,7 +65,11 @@ class LocalWriter(WriterTransport):
         self._num_tickets = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._copy_thread = CopyThread(self.name, store.num_pages, self._wake)
+        try:
+            self._copy_thread = CopyThread(self.name, store.num_pages, self._wake)
+        except OSError:
+            os.close(self._wake)
+            raise
 
     @abstractmethod
     def _open(self, connect: Connect, pool_info: bytes, descriptors: Sequence[int]) -> PeerPool:

@@ -29,7 +29,7 @@ from kv_transfer.transports.tcp.protocol import (
     AuthenticatedConnection,
     PayloadMac,
 )
-from kv_transfer.transports.tcp.threads import start_thread
+from kv_transfer.transports.threads import start_thread
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 from kv_transfer.page_slices import SlicePair
 from kv_transfer.page_store import PageStore
 from kv_transfer.transports.tcp.protocol import PAGE, PAGE_MAGIC, AuthenticatedConnection
-from kv_transfer.transports.tcp.threads import start_thread
+from kv_transfer.transports.threads import start_thread
 
 log = logging.getLogger(__name__)
 

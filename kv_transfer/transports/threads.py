@@ -1,4 +1,4 @@
-"""Starts the threads of page connections."""
+"""Starts the threads of transports."""
 
 import errno
 import threading
