@@ -139,6 +139,7 @@ class TokenMasks:
         self._device = device
         self._known = _bits_of(known_ids, vocab_size)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
+        self._thread.submit(int)  # start it now: later, the process may have no further thread
         self._num_threads = num_threads
         self._executor: LLExecutor | None = None  # until there is a grammar
         is_set = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.bool_)
@@ -179,11 +180,15 @@ class TokenMasks:
     def _fill(self, matchers: "list[tuple[LLMatcher, int]]", bits: Bits) -> None:
         """Write the tokens that each grammar allows to its row of the bits."""
         from llguidance import LLExecutor
-        from llguidance.numpy import fill_next_token_bitmask_par
+        from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
-        if self._executor is None:
-            self._executor = LLExecutor(self._num_threads)
-        fill_next_token_bitmask_par(self._executor, matchers, bits)
+        try:
+            self._executor = self._executor or LLExecutor(self._num_threads)
+        except ValueError:  # the process may have no further thread
+            for matcher, place in matchers:
+                fill_next_token_bitmask(matcher, bits, place)
+        else:
+            fill_next_token_bitmask_par(self._executor, matchers, bits)
 
     def _complete(self, allowed: Bits, row: MaskedRow) -> None:
         """Block unknown and late ids, and allow the token that begins the reasoning, in place."""

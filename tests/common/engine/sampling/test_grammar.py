@@ -179,6 +179,31 @@ def test_what_a_gpu_makes_of_bits_equals_what_the_cpu_makes_of_them() -> None:
     masks.close()
 
 
+def test_masks_are_the_same_although_the_process_may_have_no_further_thread(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("Resource temporarily unavailable (os error 11)")
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    params = [SamplingParams(grammar=grammar) for grammar, _ in GRAMMARS.values()]
+    rows = [
+        MaskedRow(index, OutputConstraint(one, compiler.compile(one.grammar).result(), ()))
+        for index, one in enumerate(params)
+    ]
+    found = []
+    for may_have_threads in (True, False):
+        masks = TokenMasks(compiler.known_ids, vocab_size=VOCAB_SIZE, device=torch.device("cpu"), num_threads=1)
+        if not may_have_threads:
+            monkeypatch.setattr("llguidance.LLExecutor", refuse)
+            monkeypatch.setattr(threading.Thread, "start", no_thread)
+        found.append(masks.begin(rows).result().biases.clone())
+        masks.close()
+    assert torch.equal(*found)
+
+
 def test_padding_is_never_sampled_even_if_it_is_likely(executor: TorchExecutor) -> None:
     bias = tuple((token, 100.0) for token in range(325, VOCAB_SIZE))
     params = SAMPLING["greedy"]._replace(grammar="start: /(?s:.*)/", logit_bias=bias)
