@@ -1,7 +1,10 @@
-"""The load that a node passes on between its gateways."""
+"""The load that a node passes on between its gateways, and what a gateway has acknowledged."""
 
-from common.node.gateways.gateway_link import total_load
-from common.wire.messages import ClientLoad
+from support.cluster.manual_clock import ManualClock
+from support.gateway.fake_nodes import make_register
+
+from common.node.gateways.gateway_link import GatewayLink, total_load
+from common.wire.messages import ClientLoad, Heartbeat, HeartbeatAck, Message, Registered
 
 
 def test_the_load_of_several_gateways_is_added():
@@ -11,3 +14,36 @@ def test_the_load_of_several_gateways_is_added():
 
 def test_a_node_with_one_gateway_tells_it_of_no_other_load():
     assert total_load([]) == ClientLoad()
+
+
+class Sent:
+    """A mailbox that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def send(self, *messages: Message, target: str) -> None:
+        self.messages += messages
+
+
+def test_a_heartbeat_that_was_sent_before_a_new_registration_was_answered_is_acknowledged_once():
+    """The gateway has counted the node as lost, and answers the registration and then the heartbeat."""
+    register = make_register("decode", "decode-0")
+    link = GatewayLink(Sent(), "127.0.0.1:1", lambda: register, ManualClock(), is_alone=True)  # type: ignore[arg-type]
+
+    def beat() -> None:
+        link.beat(Heartbeat(0, 0, 0, 0, 0, {}), (), None, ClientLoad())
+
+    link.register()
+    link.on_registered(Registered(1, 1.0))
+    beat()
+    link.register()
+    beat()
+    link.on_registered(Registered(1, 1.0))
+    link.on_acknowledged(HeartbeatAck(0.0))
+    link.expect_ack()
+    assert not link.has_acknowledged
+    beat()
+    assert not link.has_acknowledged
+    link.on_acknowledged(HeartbeatAck(0.0))
+    assert link.has_acknowledged
