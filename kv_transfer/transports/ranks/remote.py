@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from common.errors import ConfigError, RankLostError
+from common.errors import BatonError, ConfigError, RankLostError
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.page_store import PageStore
@@ -140,7 +140,7 @@ class _RemoteEnd(Transport):
         self.store = own
         try:
             opened: list[str] = self._connection.call(f"open_{end}", settings)
-        except ConfigError:
+        except BatonError:
             self._connection.close()
             raise
         self.name, self._names = opened[0], opened[1:]

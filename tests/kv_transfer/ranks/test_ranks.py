@@ -1,6 +1,7 @@
 """Transfers between nodes with several ranks: every rank sends and receives its own part of each page."""
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from support.kv.fake_transports import FakeWriter
 from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
 from support.kv.rank_nodes import NUM_PAGES, RankNodes
+from support.kv.shm_ends import open_descriptors
 
 from common.cache.page_allocator import Owner
 from common.cache.page_layout import PageLayout
@@ -15,7 +17,9 @@ from common.errors import RankLostError
 from common.request import RequestKey
 from common.wire.messages import Connect, LayoutMessage, PagesWritten, Refused
 from kv_transfer.transports.base import Attached, AttachError
+from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks import RanksReader, RanksWriter
+from kv_transfer.transports.ranks.remote import RemoteWriter
 
 Make = Callable[..., RankNodes]
 
@@ -175,6 +179,21 @@ def test_a_rank_whose_endpoint_ends_is_reported_as_lost(make: Make, end: str) ->
         nodes.until(lambda: False)
     nodes.to_prefill.clear()
     nodes.to_decode.clear()
+
+
+def test_an_end_that_cannot_be_opened_at_another_rank_leaves_no_descriptor() -> None:
+    store = MemfdStore(2)
+
+    def connect() -> socket.socket:
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return ours
+
+    num_before = open_descriptors()
+    with pytest.raises(RankLostError) as lost:
+        RemoteWriter(connect(), store, TransportSettings(), rank=1)
+    assert open_descriptors() == num_before, lost
+    store.close()
 
 
 def test_a_node_with_other_ranks_than_the_decode_node_knows_refuses_it(make: Make) -> None:
