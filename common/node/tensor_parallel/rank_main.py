@@ -125,11 +125,13 @@ def _handle_messages(
         EOFError: it has.
     """
     adapters = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+    adapters.submit(int)  # start the thread now: later, the process may have no further one
     while True:
         message, descriptors = channel.receive()
         if isinstance(message, Transfer):
             assert serve_transfers is not None
-            _start_transfers(serve_transfers, socket.socket(fileno=descriptors[0]), pool)
+            if descriptors:  # otherwise this process has none left, and rank 0 finds the connection closed
+                _start_transfers(serve_transfers, socket.socket(fileno=descriptors[0]), pool)
             continue
         if isinstance(message, ReadAdapter):
             adapters.submit(_read_adapter, channel, executor, message)
@@ -161,7 +163,11 @@ def _start_transfers(serve: ServeTransfers, connection: socket.socket, pool: "KV
         with current_device(pool.device):
             serve(connection, pool)
 
-    threading.Thread(target=run, name="rank-transfers", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="rank-transfers", daemon=True).start()
+    except RuntimeError as error:  # this process may have no further thread; rank 0 finds the connection closed
+        log.error("this rank can transfer no pages: %s", error)
+        connection.close()
 
 
 def _load_model(load: LoadModel) -> "Callable[[RankGroup | None], CausalModel]":

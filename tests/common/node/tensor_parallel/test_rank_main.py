@@ -1,17 +1,21 @@
 """What a rank does with the messages of rank 0."""
 
+import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from common.engine.batch import RowArrays
 from common.engine.tensor_parallel.rank_executor import RankExecutor
 from common.node.tensor_parallel import rank_main
-from common.node.tensor_parallel.channel import AdapterRead, RankChannel, ReadAdapter, Step
+from common.node.tensor_parallel.channel import AdapterRead, RankChannel, ReadAdapter, Step, Transfer
 
 LONGEST_S = 60.0
 
@@ -38,29 +42,61 @@ def step_that_drops(*numbers: int) -> Step:
     return Step.of(RowArrays(one, one, np.zeros((1, 1), np.int32), 16), one, dropped=numbers)
 
 
-def test_an_adapter_that_is_dropped_while_it_is_read_is_not_kept() -> None:
-    """As when another rank cannot read it, so that rank 0 gives it up."""
+@contextlib.contextmanager
+def rank_of(executor: SlowReader) -> Iterator[RankChannel]:
+    """A rank on a thread of its own; gives the end of rank 0."""
     ours, theirs = map(RankChannel, socket.socketpair())
     ours.limit(LONGEST_S)
-    executor = SlowReader()
-    pool: Any = None
+    pool: Any = SimpleNamespace(device=torch.device("cpu"))
 
     def handle() -> None:
         with pytest.raises(EOFError):
-            rank_main._handle_messages(theirs, executor, pool, None)
+            rank_main._handle_messages(theirs, executor, pool, lambda *_: None)
 
     thread = threading.Thread(target=handle)
     thread.start()
-    ours.send(ReadAdapter(7, "digest", "folder", 8, None))
-    ours.send(step_that_drops(7))
-    assert executor.has_run.wait(LONGEST_S), "the step waits for the adapter"
-    executor.may_read.set()
-    ours.send(ReadAdapter(8, "digest", "folder", 8, None))
-    answers = [ours.receive()[0] for _ in range(2)]
+    yield ours
     ours.shut()
     thread.join(LONGEST_S)
     assert not thread.is_alive()
     ours.close()
     theirs.close()
+
+
+def test_an_adapter_that_is_dropped_while_it_is_read_is_not_kept() -> None:
+    """As when another rank cannot read it, so that rank 0 gives it up."""
+    executor = SlowReader()
+    with rank_of(executor) as rank0:
+        rank0.send(ReadAdapter(7, "digest", "folder", 8, None))
+        rank0.send(step_that_drops(7))
+        assert executor.has_run.wait(LONGEST_S), "the step waits for the adapter"
+        executor.may_read.set()
+        rank0.send(ReadAdapter(8, "digest", "folder", 8, None))
+        answers = [rank0.receive()[0] for _ in range(2)]
     assert answers == [AdapterRead(7), AdapterRead(8)]
     assert [*executor._adapters] == [8]
+
+
+@pytest.mark.parametrize("what", ["descriptor", "thread"])
+def test_a_rank_that_can_serve_no_transfers_closes_their_connection_and_computes(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    executor = SlowReader()
+    executor.may_read.set()
+    with rank_of(executor) as rank0:
+        rank0.send(ReadAdapter(6, "digest", "folder", 8, None))
+        assert rank0.receive()[0] == AdapterRead(6)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.settimeout(LONGEST_S)
+            rank0.send(Transfer(), [theirs.fileno()] if what == "thread" else [])
+            theirs.close()
+            assert ours.recv(1) == b""
+        rank0.send(ReadAdapter(7, "digest", "folder", 8, None))
+        assert rank0.receive()[0] == AdapterRead(7)
+        rank0.send(step_that_drops())
+        assert executor.has_run.wait(LONGEST_S)
