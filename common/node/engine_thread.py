@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -56,6 +56,13 @@ class Executor(Protocol):
         ...
 
 
+class ProfileOrder(NamedTuple):
+    """What the profiler is to do, and what takes its answer."""
+
+    message: StartProfile | StopProfile
+    answer: Callable[[ProfileAnswer], None]
+
+
 class LaunchedStep(NamedTuple):
     """A step without a result yet, and the instant of ``time.monotonic`` before its launch."""
 
@@ -86,8 +93,8 @@ class EngineThread:
         self._profiler = profiler
         self._max_outstanding = max_outstanding
         # Not a SimpleQueue: before Python 3.13, its ``get`` may block for good if its timeout has passed too early.
-        self._plans: queue.Queue[StepPlan | StartProfile | StopProfile | None] = queue.Queue()
-        self._answers: queue.SimpleQueue[ProfileAnswer] = queue.SimpleQueue()
+        self._plans: queue.Queue[StepPlan | ProfileOrder | None] = queue.Queue()
+        self._answers: queue.SimpleQueue[tuple[Any, ProfileAnswer]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._grammars: queue.SimpleQueue[CompiledGrammar] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -145,21 +152,22 @@ class EngineThread:
         self.num_outstanding += 1
         self._plans.put(plan)
 
-    def profile(self, message: StartProfile | StopProfile) -> None:
+    def profile(self, message: StartProfile | StopProfile, asker: Any) -> None:
         """Start or stop a profile between two steps; ``take_answers`` has the answer later."""
-        if self._profiler is None:
-            self._answer(ProfileAnswer(error=NO_FOLDER, number=message.number))
-        else:
-            self._plans.put(message)
 
-    def take_answers(self) -> Iterator[ProfileAnswer]:
-        """The answers of the profiler since the last call."""
+        def answer(said: ProfileAnswer) -> None:
+            self._answers.put((asker, said))
+            self.notify()
+
+        if self._profiler is None:
+            answer(ProfileAnswer(error=NO_FOLDER, number=message.number))
+        else:
+            self._plans.put(ProfileOrder(message, answer))
+
+    def take_answers(self) -> Iterator[tuple[Any, ProfileAnswer]]:
+        """The answers of the profiler since the last call, each with its asker."""
         while not self._answers.empty():
             yield self._answers.get()
-
-    def _answer(self, answer: ProfileAnswer) -> None:
-        self._answers.put(answer)
-        self.notify()
 
     def take(self) -> StepResult | None:
         """The result of the oldest step, if it is finished. Raises what the executor raised."""
@@ -201,9 +209,9 @@ class EngineThread:
 
     def _run_plans(self) -> None:
         while (plan := self._next()) is not None:
-            if not isinstance(plan, StepPlan):
+            if isinstance(plan, ProfileOrder):
                 assert self._profiler is not None
-                self._profiler.handle(plan, self._answer)
+                self._profiler.handle(plan.message, plan.answer)
                 continue
             launched_at = time.monotonic()
             step = LaunchedStep(plan, launched_at, self._launch(plan))
@@ -238,7 +246,7 @@ class EngineThread:
         self._results.put(result)
         self.notify()
 
-    def _next(self) -> StepPlan | StartProfile | StopProfile | None:
+    def _next(self) -> StepPlan | ProfileOrder | None:
         """Wait for work, and end a profile whose time is over."""
         while True:
             try:

@@ -125,7 +125,6 @@ class EventLoop:
         self._gateways = gateways
         self._register = register
         self._adapters = adapters
-        self._profiling: GatewayLink | None = None  # the gateway that has asked for the last profile
         self._owners = RequestOwners(orphan_timeout_s)
         self._next_heartbeat_at = self._next_load_at = 0.0
         self._is_stopping, self._is_checked, self._num_failed_checks = False, True, 0
@@ -175,9 +174,9 @@ class EventLoop:
             self._receive(now)
             while (result := self._engine.take()) is not None:
                 self._role.commit(result, now)
-            for answer in self._engine.take_answers():
-                if self._profiling is not None and self._profiling in self._links:
-                    self._profiling.send(answer)
+            for link, answer in self._engine.take_answers():
+                if link in self._links:
+                    link.send(answer)
             self._compile_grammars(now)
             if self._adapters.has_news:
                 self._change_adapters()
@@ -388,8 +387,7 @@ class EventLoop:
         elif isinstance(message, Find):
             link.send(Found(self._find(message, now), message.number))
         elif isinstance(message, StartProfile | StopProfile):
-            self._profiling = link
-            self._engine.profile(message)
+            self._engine.profile(message, link)
         elif isinstance(message, LoadAdapter | UnloadAdapter):
             self._adapters.begin(link, message)
         elif isinstance(message, AdapterUnused):

@@ -44,14 +44,15 @@ def engine(profiler):
 
 def ask(engine, message):
     """Return the answer to a message, however long it takes."""
-    engine.profile(message)
+    engine.profile(message, "gateway")
     return answer_of(engine)
 
 
-def answer_of(engine):
+def answer_of(engine, asker="gateway"):
     while not (answers := list(engine.take_answers())):
         time.sleep(0.001)
-    (answer,) = answers
+    ((to, answer),) = answers
+    assert to == asker
     return answer
 
 
@@ -105,6 +106,18 @@ def test_a_second_start_is_refused_and_a_later_one_has_a_file_of_its_own(engine)
     second = ask(engine, StartProfile())
     assert second.error == "" and second.file != first.file
     ask(engine, StopProfile())
+
+
+def test_each_of_two_gateways_gets_the_answers_to_its_own_questions(engine, monkeypatch):
+    may_write = threading.Event()
+    write = Profiler._write
+    monkeypatch.setattr(Profiler, "_write", lambda *work: may_write.wait(60) and write(*work))
+    file = ask(engine, StartProfile(number=1)).file
+    engine.profile(StopProfile(number=2), "gateway")
+    engine.profile(StartProfile(number=2), "another")
+    assert "stop it first" in answer_of(engine, "another").error
+    may_write.set()
+    assert answer_of(engine) == ProfileAnswer(file=file, num_steps=0, number=2)
 
 
 def test_a_profile_of_a_gpu_that_is_not_there_is_refused(engine, monkeypatch):
