@@ -61,7 +61,8 @@ class CudaIpcReader(ShmReader):
         """Close every descriptor. Writers that have the pool open keep it."""
         if self._epoll.closed:
             return
-        may_be_open = bool(self._writers)
+        # A writer closes the probe memory before it reports that it has attached.
+        may_be_open = not all(writer.is_chosen for writer in self._writers.values())
         super().close()
         self._close_driver(may_be_open=may_be_open)
 

@@ -58,12 +58,18 @@ def _reason_to_reject(connection: socket.socket) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Writer:
-    """A process that may have our pool mapped. ``connection`` is None once the process has closed its end."""
+    """A process that may have our pool mapped.
+
+    Attributes:
+        connection: None once the process has closed its end.
+        is_chosen: it has reported that it has attached.
+    """
 
     peer: str
     epoch: int
     connection: socket.socket | None
     pidfd: int
+    is_chosen: bool = False
 
 
 class ShmReader(ReaderTransport):
@@ -122,6 +128,11 @@ class ShmReader(ReaderTransport):
 
     def withdraw(self, peer: str) -> None:
         self._offers = {token: offer for token, offer in self._offers.items() if offer[0] != peer}
+
+    def chosen(self, peer: str, epoch: int, transport: str) -> bool:
+        for writer in self._writers.values():
+            writer.is_chosen |= (peer, epoch, transport) == (writer.peer, writer.epoch, self.name)
+        return super().chosen(peer, epoch, transport)
 
     def watched(self) -> set[tuple[str, int]]:
         """(peer, epoch) of processes that may reach the pool by themselves. Thread-safe."""

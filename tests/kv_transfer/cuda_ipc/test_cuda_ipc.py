@@ -19,13 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.kv.fake_cuda import DeviceStore, use_fake_driver
 from support.kv.kv_fakes import DECODE, PREFILL, MemfdStore
+from support.kv.shm_ends import open_descriptors
 from support.kv.transport_ends import End, digests, join, ship
 from support.kv.transport_process import LAYOUT, NUM_PAGES, page_content
 from support.waiting import until
 
 from common.config.node import NodeConfig
 from common.errors import ConfigError
-from common.wire.messages import Connect
+from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports.base import AttachError
 from kv_transfer.transports.cuda_ipc import CudaIpcReader, CudaIpcWriter, driver
 from kv_transfer.transports.cuda_ipc.driver import HANDLE_BYTES, UUID_BYTES
@@ -351,4 +352,23 @@ def test_every_descriptor_and_the_probe_memory_are_given_back() -> None:
         CudaIpcReader(store, DECODE).close()
         CudaIpcWriter(store).close()
     assert len(os.listdir("/proc/self/fd")) <= num_before
+    store.close()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_probe_memory_is_given_back_unless_a_writer_may_have_it_open(
+    start: Callable[..., End], is_told: bool
+) -> None:
+    """As when a decode node changes its role: writers are attached until they hear of it."""
+    store, writer = DeviceStore(NUM_PAGES, LAYOUT), start("writer", "cuda-ipc")
+    num_before = open_descriptors()
+    reader = CudaIpcReader(store, DECODE)
+    endpoint = json.dumps({"cuda-ipc": reader.offer(PREFILL, 1)})
+    connect = Connect("decode-0", "model", 1, LayoutMessage.of(LAYOUT), NUM_PAGES, "cuda-ipc", endpoint)
+    writer.ask("attach", peer=DECODE, connect=msgspec.json.encode(connect).decode())
+    until(lambda: reader.poll(0.0) or writer.ask("news"))
+    if is_told:
+        assert reader.chosen(PREFILL, 1, "cuda-ipc")
+    reader.close()
+    assert open_descriptors() == num_before + (not is_told)
     store.close()
