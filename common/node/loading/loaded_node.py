@@ -75,6 +75,7 @@ class LoadedNode:
         drain_timeout_s: float,
     ) -> None:
         self._model = model
+        self._tokenizer_digest = tokenizer_digest(model.tokenizer_folder or model.folder)
         self._drain_timeout_s = drain_timeout_s
         self._engine = engine
         self._adapters = adapters
@@ -232,7 +233,7 @@ class LoadedNode:
             pid=os.getpid(),
             device=pick_device(config.device),
             http_address="" if self._http is None else address_of(self._http, config.advertise_host),
-            tokenizer_digest=tokenizer_digest(model.tokenizer_folder or model.folder),
+            tokenizer_digest=self._tokenizer_digest,
             public_key="" if keys is None else keys.public.hex(),
             num_role_changes=self._num_changes,
             previous=self._previous,
