@@ -86,10 +86,8 @@ class PrefillConnection:
         self.retry_at = now
         if self.num_tries:
             self.retry_at += min(BACKOFF_S * 2 ** min(self.num_tries - 1, 30), MAX_BACKOFF_S)
-        if self.num_tries >= MAX_TRIES:
-            return False
         self.num_tries += 1
-        return True
+        return self.num_tries <= MAX_TRIES
 
     def note_dropped(self, why: str, now: float) -> None:
         """The prefill node has dropped the connection, but cannot call all of its writes back."""

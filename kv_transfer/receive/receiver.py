@@ -41,7 +41,7 @@ from common.wire.messages import (
 )
 from kv_transfer.events import Event, PairLost
 from kv_transfer.page_mapping import target_parts
-from kv_transfer.receive.connections import PrefillConnection, PrefillConnections
+from kv_transfer.receive.connections import MAX_TRIES, PrefillConnection, PrefillConnections
 from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.receive.table import ReceiveTable
 from kv_transfer.states import MAX_RESENDS, ReceiveEvent, ReceiveState
@@ -226,7 +226,7 @@ class Receiver:
         if connection.was_attached:
             why = f"{connection.transport} from node {connection.name} to decode node {self._name} broke"
             why += " and could not be mended"
-        self._refuse(peer, connection, f"{why} in {connection.num_tries} tries: {reason}")
+        self._refuse(peer, connection, f"{why} in {MAX_TRIES} tries: {reason}")
 
     def _suspend(self, peer: str) -> None:
         """Transfers that were granted wait for the next connection."""

@@ -38,9 +38,9 @@ def test_the_pool_is_offered_again_at_once_and_then_after_a_pause_that_doubles_u
         assert (connection.retry_at, connection.answer_by, connection.is_reconnecting) == (None, 10.0 + ANSWER_S, True)
     assert pauses == [pytest.approx(BACKOFF_S * factor) for factor in (0, 1, 2, 4)]
     assert len(pauses) == MAX_TRIES
-    connection = PrefillConnection(1, "p", num_tries=1_000)
-    connection.broke("", 10.0)
-    assert connection.retry_at == 10.0 + MAX_BACKOFF_S
+    for pause_s in (8 * BACKOFF_S, 16 * BACKOFF_S, 32 * BACKOFF_S, MAX_BACKOFF_S, MAX_BACKOFF_S):
+        assert connection.retry_at == pytest.approx(10.0 + pause_s)
+        assert not connection.broke("", 10.0)
 
 
 def test_the_prefill_node_waits_longer_than_all_retries_take() -> None:
