@@ -1,5 +1,5 @@
 """Selects the tests that run: without ``--all``, slow tests are skipped, except the sample that their marker names, and
-property tests try fewer examples.
+property tests try fewer examples. The longest tests run first, so that no process is left with one at the end.
 
 Only pytest is imported when this file loads, so that a bare CUDA machine can run the engine's tests with it.
 """
@@ -52,6 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if cuda_items and not _has_cuda():
         for item in cuda_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    items.sort(key=_max_seconds, reverse=True)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -83,6 +84,12 @@ def _skip_slow(items: list[pytest.Item], seed: int) -> None:
 
 def _shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
     return sorted(items, key=lambda item: hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest())
+
+
+def _max_seconds(item: pytest.Item) -> float:
+    """The time limit of a test that has its own, which is longer than the others'; 0 for all others."""
+    mark = item.get_closest_marker("timeout")
+    return mark.args[0] if mark else 0.0
 
 
 def _has_cuda() -> bool:
