@@ -264,12 +264,19 @@ class FaultyCluster(LocalCluster):
                 self.clock.advance(0.2)
         open_answers = [rid for rid, answer in self.answers.items() if not answer.is_over]
         assert not open_answers, f"not over after {max_rounds} rounds: {open_answers}"
-        for _ in range(40):
-            self.step()
+        self._rest(40)
         for _ in range(8 if may_wait else 0):  # leases expire
             self.clock.advance(10.0)
-            for _ in range(10):
+            self._rest(10)
+
+    def _rest(self, max_steps: int) -> None:
+        """Step until the cluster is idle, where more steps would change nothing."""
+        for _ in range(0, max_steps, 3):
+            num_events = self._num_events
+            for _ in range(3):
                 self.step()
+            if self._is_idle(num_events):
+                return
 
 
 def end_by_client(cluster: LocalCluster, rid: str, why: str) -> Answer:
