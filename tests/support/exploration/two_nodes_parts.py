@@ -14,6 +14,7 @@ from kv_transfer.transports.base import Attached, ReaderTransport, WriterTranspo
 from scripts.simulator.service.inprocess_transport import InProcessReader, InProcessWriter
 
 LAYOUT = PageLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_size=1, dtype="float16")  # 4 bytes a page
+PAGE_BYTES = LAYOUT.page_bytes
 JUNK = 0xEE
 
 MESSAGE_FAULTS = ("lose", "repeat", "overtake")
@@ -65,12 +66,10 @@ class Store:
         pass
 
     def read(self, page: int) -> bytes:
-        size = LAYOUT.page_bytes
-        return bytes(self.memory[page * size : (page + 1) * size])
+        return bytes(self.memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES])
 
     def fill(self, page: int, value: int) -> None:
-        size = LAYOUT.page_bytes
-        self.memory[page * size : (page + 1) * size] = bytes([value]) * size
+        self.memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = bytes([value]) * PAGE_BYTES
 
 
 class Watching(Protocol):

@@ -121,11 +121,34 @@ def _of_choice(transport: object) -> object:
 def states_of(world: "TwoNodes") -> Iterator[bytes]:
     """Return what determines all further behaviour: worlds that have one of these in common are in the same state.
 
-    Two requests of the same size may exchange their names: nothing depends on which of them is called "a".
+    Two requests of the same size may exchange their names: nothing depends on which of them is called "a". It is the
+    one that is less far; if they are equally far, it may be either.
     """
-    yield frozen(_state_of(world, world.keys, bytes), is_plain=True)
-    if len(world.keys) == 2 and len(set(world.scope.sizes)) == 1 and not world.scope.has_checksums:
-        yield _renamed(frozen(_state_of(world, world.keys[::-1], _with_contents_exchanged), is_plain=True))
+    if len(world.keys) != 2 or len(set(world.scope.sizes)) > 1 or world.scope.has_checksums:
+        yield state_of(world)
+        return
+    first, second = (_progress_of(world, key) for key in world.keys)
+    if first <= second:
+        yield state_of(world)
+    if second <= first:
+        yield _renamed(frozen(_values_of(world, world.keys[::-1], _with_contents_exchanged), is_plain=True))
+
+
+def state_of(world: "TwoNodes") -> bytes:
+    """Return what determines all further behaviour, with the names that the requests have."""
+    return frozen(_values_of(world, world.keys, bytes), is_plain=True)
+
+
+def _progress_of(world: "TwoNodes", key: RequestKey) -> tuple[Any, ...]:
+    prefill, decode = world.prefill, world.decode
+    return (
+        world.routes.get(key, ()),
+        prefill.num_computed.get(key, -1),
+        key in prefill.finished,
+        prefill.released.get(key, -1),
+        key in decode.begun,
+        decode.ended.get(key, ""),
+    )
 
 
 def _renamed(state: bytes) -> bytes:
@@ -144,7 +167,7 @@ def _of_keys(values: Mapping[RequestKey, Any], keys: Sequence[RequestKey]) -> ob
     return [(key, values[key]) for key in keys if key in values]
 
 
-def _state_of(world: "TwoNodes", keys: Sequence[RequestKey], memory_of: Callable[[bytearray], bytes]) -> object:
+def _values_of(world: "TwoNodes", keys: Sequence[RequestKey], memory_of: Callable[[bytearray], bytes]) -> object:
     """Return plain values that determine all further behaviour, with what is known of the requests in this order."""
     prefill, decode = world.prefill, world.decode
     writes = prefill.sender._queue
