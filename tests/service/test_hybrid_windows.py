@@ -111,21 +111,34 @@ def test_requests_with_different_salts_share_no_page_of_either_pool(model: tuple
     cluster.close()
 
 
-@pytest.mark.parametrize("num_prefill", [pytest.param(0, marks=pytest.mark.slow(sample=0)), 1])
-def test_requests_with_adapters_give_the_tokens_of_the_merged_models(
-    model: tuple[Path, list[Case]], tmp_path: Path, num_prefill: int
-) -> None:
-    """The same prompts for the model and for two adapters, at once and in a pool that some are retracted from."""
+@pytest.fixture(scope="module")
+def with_adapters(
+    model: tuple[Path, list[Case]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Path], dict[str, list[Case]]]:
+    """Two adapters by name; the prompts with the tokens of the model, as "", and of the models merged with each."""
     folder, cases = model
-    of_adapter, adapters = {"": cases}, {}
+    made = tmp_path_factory.mktemp("adapters")
+    adapters, of_adapter = {}, {"": cases}
     for seed, name in enumerate(("a", "b")):
         targets = ("q_proj", "k_proj", "v_proj", "o_proj")  # not the experts
-        adapters[name] = make_adapter(tmp_path / name, folder, seed=seed, targets=targets)
-        merged = load_reference(merge(tmp_path / f"merged-{name}", folder, adapters[name]))
+        adapters[name] = make_adapter(made / name, folder, seed=seed, targets=targets)
+        merged = load_reference(merge(made / f"merged-{name}", folder, adapters[name]))
         expected = [(prompt, generate(merged, prompt, MAX_NEW)) for prompt, _ in cases]
         of_adapter[name] = [(prompt, output) for prompt, output in expected if output is not None]
         assert len(of_adapter[name]) > 2
     assert len({dict(some)[cases[-1][0]] for some in of_adapter.values() if cases[-1][0] in dict(some)}) > 1
+    return adapters, of_adapter
+
+
+@pytest.mark.parametrize("num_prefill", [pytest.param(0, marks=pytest.mark.slow(sample=0)), 1])
+def test_requests_with_adapters_give_the_tokens_of_the_merged_models(
+    model: tuple[Path, list[Case]],
+    with_adapters: tuple[dict[str, Path], dict[str, list[Case]]],
+    num_prefill: int,
+) -> None:
+    """The same prompts for the model and for two adapters, at once and in a pool that some are retracted from."""
+    folder, _ = model
+    adapters, of_adapter = with_adapters
     cluster = make_cluster(folder, num_prefill=num_prefill, decode_pages=58, adapters=adapters)
     for tag in ("cold", "again"):
         for name, some in of_adapter.items():
