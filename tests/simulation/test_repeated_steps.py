@@ -142,7 +142,7 @@ def test_steps_taken_together_give_the_same_results(words: list[str]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(words=options())
 def test_steps_taken_together_give_the_same_results_in_many_services(words: list[str]) -> None:
     assert_alike(words)

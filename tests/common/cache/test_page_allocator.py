@@ -216,4 +216,4 @@ class LongerAllocatorMachine(AllocatorMachine):
 
 
 TestLongerAllocatorMachine = pytest.mark.slow(LongerAllocatorMachine.TestCase)
-TestLongerAllocatorMachine.settings = settings(max_examples=500, stateful_step_count=100, deadline=None)
+TestLongerAllocatorMachine.settings = settings(max_examples=250, stateful_step_count=100, deadline=None)

@@ -213,4 +213,4 @@ class LongerRadixMachine(RadixMachine):
 
 
 TestLongerRadixMachine = pytest.mark.slow(LongerRadixMachine.TestCase)
-TestLongerRadixMachine.settings = settings(max_examples=500, stateful_step_count=100, deadline=None)
+TestLongerRadixMachine.settings = settings(max_examples=250, stateful_step_count=100, deadline=None)

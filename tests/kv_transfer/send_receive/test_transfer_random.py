@@ -304,9 +304,9 @@ def test_page_counts_balance_after_any_history(
 
 
 @pytest.mark.slow
-@settings(max_examples=1_500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=750, deadline=None, suppress_health_check=list(HealthCheck))
 @given(history=histories, latency=st.integers(0, 2), bytes_per_tick=speeds, faults=all_faults)
-def test_page_counts_balance_after_very_many_histories(
+def test_page_counts_balance_after_many_more_histories(
     history: list[tuple[str, int]], latency: int, bytes_per_tick: int | None, faults: Faults
 ) -> None:
     walk(history, latency, bytes_per_tick, faults)
