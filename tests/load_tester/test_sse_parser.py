@@ -8,6 +8,7 @@ from itertools import accumulate
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from scripts.load_tester.client.http_framing import chunk_size
 from scripts.load_tester.client.ipc import RequestDone
@@ -52,7 +53,7 @@ def one_by_one(raw: bytes, at: int, is_chunked: bool) -> list[tuple[int, bytes]]
     return found
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @example(*CUT)
 @given(st.lists(st.tuples(BODIES, FRAMES), max_size=6), st.integers(0, 9), st.integers(0, 40), st.booleans())
 def test_events_are_found_in_whatever_chunks_they_come_and_where_the_framing_breaks(

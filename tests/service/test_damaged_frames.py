@@ -17,6 +17,7 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.kv.frame_damage import Change, changes, mangled
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer
@@ -70,7 +71,7 @@ def tcp_reader() -> Iterator[tuple[MemfdStore, TcpReader, RawTcpPeer, RawTcpPeer
         store.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(changes=changes)
 def test_a_mangled_stream_of_pages_touches_no_page_that_is_not_allowed(changes: list[Change]) -> None:
     with tcp_reader() as (store, reader, raw_peer, again):
@@ -89,7 +90,7 @@ def test_a_mangled_stream_of_pages_touches_no_page_that_is_not_allowed(changes: 
         assert again.answer() == (1, 7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(changes=changes)
 def test_a_mangled_handshake_is_never_accepted(changes: list[Change]) -> None:
     with tcp_reader() as (_, reader, raw_peer, again):
@@ -107,7 +108,7 @@ def test_a_mangled_handshake_is_never_accepted(changes: list[Change]) -> None:
         assert len(again.handshake(offer_tcp(reader, 2))) == 32
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(changes=changes)
 def test_mangled_acknowledgements_end_no_other_write(changes: list[Change]) -> None:
     store = MemfdStore(NUM_PAGES)
@@ -143,7 +144,7 @@ def test_mangled_acknowledgements_end_no_other_write(changes: list[Change]) -> N
 # ---- shared memory --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(changes=changes, is_first=st.booleans())
 def test_mangled_packets_never_open_a_pool(changes: list[Change], is_first: bool) -> None:
     store, ours = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
@@ -170,7 +171,7 @@ def test_mangled_packets_never_open_a_pool(changes: list[Change], is_first: bool
         ours.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(changes=changes)
 def test_a_writer_maps_no_pool_after_a_mangled_greeting(changes: list[Change]) -> None:
     theirs, ours = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
@@ -270,7 +271,7 @@ def test_mangled_messages_are_dropped_and_the_next_is_received(
     dealer.set(zmq.ROUTING_ID, me.encode())
     dealer.connect(bound.address)
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
     @given(changes=changes, number=st.integers(0, 3))
     def run(changes: list[Change], number: int) -> None:
         if frames := mangled(_frames(me, messages[number]), changes):

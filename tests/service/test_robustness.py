@@ -339,6 +339,7 @@ def flood(port: int, count: int) -> None:
         connection.close()
 
 
+@pytest.mark.slow
 async def test_a_flood_of_connections_of_a_stranger_leaves_nothing_behind(service: Service) -> None:
     async with service.client() as client:
         expected = (await client.generate(prompt_of(20, 3), 300))["output_ids"]

@@ -83,6 +83,7 @@ async def under_load(client: Client) -> AsyncIterator[Load]:
     assert not load.wrong, load.wrong
 
 
+@pytest.mark.slow
 async def test_nodes_change_their_roles_and_back_under_load(pairs: Service) -> None:
     pids = {name: pairs.pid(name) for name in pairs.nodes}
     async with pairs.client() as client:

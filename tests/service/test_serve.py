@@ -164,6 +164,7 @@ async def complete_for_sure(url: str, prompt: str, key: str, *, is_stream: bool)
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_every_answer_of_two_gateways_is_right_although_one_is_killed_under_load() -> None:
     with serving("--workers", "2", "--dtype", "float32") as service:
         await asyncio.to_thread(service.wait_until_ready)

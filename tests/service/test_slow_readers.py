@@ -5,6 +5,7 @@ import json
 import socket
 from pathlib import Path
 
+import pytest
 from support.service.client import prompt_of
 from support.service.service import running
 
@@ -12,6 +13,7 @@ from support.service.service import running
 BODY = {"stream": True, "max_tokens": 600, "logprobs": 20, "temperature": 0, "ignore_eos": True}
 
 
+@pytest.mark.slow
 async def test_readers_that_stop_leave_the_decode_slots_to_others(tmp_path: Path) -> None:
     options = {"gateway_options": {"max_unread_tokens": 20}, "node_options": {"max_running_requests": 2}}
     with running(tmp_path, **options) as service:

@@ -124,6 +124,7 @@ def simulation(*words: str) -> Simulation:
     return Simulation(config, make_plan(config))
 
 
+@pytest.mark.slow
 def test_a_hundred_nodes_lose_nothing_under_all_faults() -> None:
     faults = [EVERYTHING, "--kill-every=0.5", "--fault-every=0.08"]
     simulated = simulation("--prefill=50", "--decode=50", "--num-requests=300", *faults)

@@ -16,8 +16,8 @@ from scripts.benchmarks.services.cpu_quota import why_no_quota
 ROOT = Path(__file__).resolve().parents[2]
 
 
-#: One of each folder, of those that take a few seconds.
-FAST = {"launches", "loadtest", "simulate"}
+#: One of services and one in virtual time, of those that take a few seconds.
+FAST = {"loadtest", "scheduler"}
 
 
 @pytest.mark.parametrize(

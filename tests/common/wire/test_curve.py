@@ -12,6 +12,7 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.kv.frame_damage import Change, changes, mangled
 from support.wire.hostile_proxy import Attack, HostileProxy
 
@@ -243,7 +244,7 @@ def test_changed_frames_are_never_received_and_the_connection_is_made_again(
     monkeypatch.setattr(mailbox, "REDIAL_S", 0.2)
     monkeypatch.setattr(mailbox, "HANDSHAKE_MS", 1_000)
 
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
     @given(changes=changes, first=st.integers(0, NUM_HANDSHAKE_FRAMES), count=st.integers(1, 2 * NUM_SENT))
     def run(changes: list[Change], first: int, count: int) -> None:
         count = 1 if first < NUM_HANDSHAKE_FRAMES else count  # the other end waits for each frame of the handshake

@@ -11,6 +11,7 @@ import threading
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.kv.raw_tcp_peer import (
     KEY,
@@ -104,7 +105,7 @@ def test_any_number_of_writers_attach_at_once(reader: TcpReader) -> None:
     assert not reader._pending.dropped
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(noise=st.binary(min_size=1, max_size=200))
 def test_random_bytes_on_the_port_are_rejected(reader: TcpReader, noise: bytes) -> None:
     offer(reader)

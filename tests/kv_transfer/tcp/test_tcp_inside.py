@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.kv.raw_tcp_peer import (
     KEY,
@@ -256,7 +257,7 @@ def test_a_connection_cut_at_any_byte_is_a_fence(raw_peer: RawTcpPeer, num_bytes
     assert [(f.peer, f.epoch) for f in until(lambda: raw_peer.reader.poll(0.0))] == [(PREFILL, 1)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(noise=st.binary(min_size=PAGE_FRAME_BYTES, max_size=300))
 def test_random_bytes_end_the_connection_and_change_no_page(noise: bytes) -> None:
     store = MemfdStore(NUM_PAGES)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.kv.kv_fakes import DECODE, LAYOUT, PREFILL, MemfdStore
 from support.kv.raw_gloo_peer import RawGlooPeer, attach, offer, threads
 from support.kv.raw_tcp_peer import KEY, NUM_PAGES, SIZE, RawTcpPeer
@@ -226,7 +227,7 @@ def test_an_invalid_frame_during_the_rendezvous_ends_it(
     until(lambda: not threads("form-gloo") + threads("receive-pages"))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(value=st.one_of(st.binary(max_size=400), st.builds(address, st.just("127.0.0.1")).map(lambda v: v[:-5])))
 def test_random_bytes_are_no_valid_address(value: bytes) -> None:
     assert not is_sound("gloo", value, "127.0.0.1")

@@ -46,7 +46,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(rows=num_rows, width=st.sampled_from([16, 48, 1024]), dtype=dtypes, has_delta=st.booleans())
 def test_add_rms_norm_equals_torch(
     compiled: Kernels, rows: int, width: int, dtype: torch.dtype, has_delta: bool
@@ -60,7 +60,7 @@ def test_add_rms_norm_equals_torch(
     assert torch.equal(x, theirs), "the residual stream is not rounded as in torch"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     rows=num_rows,
     heads=st.sampled_from([(4, 2), (3, 3), (8, 1)]),
@@ -85,7 +85,7 @@ def test_norm_and_rotate_equals_torch(
     assert torch.equal(found[:, num_heads + num_kv_heads :], qkv[:, num_heads + num_kv_heads :]), "values changed"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(rows=num_rows, width=st.sampled_from([16, 80, 3072]), dtype=dtypes, scale=st.sampled_from([1.0, 30.0, 100.0]))
 def test_silu_and_multiply_equals_torch_for_large_inputs_too(
     compiled: Kernels, rows: int, width: int, dtype: torch.dtype, scale: float
@@ -103,7 +103,7 @@ def test_nan_is_not_rounded_to_a_number(compiled: Kernels) -> None:
     assert compiled.add_rms_norm(x, None, torch.ones(16, dtype=torch.bfloat16), 1e-6).isnan().all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.one_of(st.integers(1, 19), st.sampled_from([100, 401])),
     num_in=st.sampled_from([2, 34, 256]),
@@ -247,7 +247,7 @@ def test_attention_with_any_parameters_equals_the_reference(
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=4),
     page_size=st.sampled_from([1, 3, 16]),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.engine_driver import Driver
+from support.examples import examples
 from torch import Tensor
 
 from common.config.shared import SMALL_MODEL, WeightDtype
@@ -56,7 +57,7 @@ def test_int4_refuses_a_width_that_no_group_divides() -> None:
         quantize_weight(torch.ones(1, 48), "int4")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(dtype=st.sampled_from(["int8", "int4"]), seed=st.integers(0, 99), spread=st.sampled_from([1e-6, 0.02, 50.0]))
 def test_no_weight_moves_by_more_than_a_step(dtype: WeightDtype, seed: int, spread: float) -> None:
     weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(seed)) * spread
@@ -65,7 +66,7 @@ def test_no_weight_moves_by_more_than_a_step(dtype: WeightDtype, seed: int, spre
     assert ((dequantized(found) - weight).abs() <= steps * 1.001).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.one_of(st.integers(1, 19), st.integers(31, 50)),
     widths=st.sampled_from([(16, 32), (48, 128), (64, 256), (208, 96)]),

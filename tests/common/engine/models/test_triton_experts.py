@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.devices import DEVICES
+from support.examples import examples
 from torch import Tensor
 
 from common.engine.models.feed_forward import ExpertLoop, make_expert_product
@@ -132,7 +133,7 @@ def test_tokens_with_adapters_get_what_merged_experts_give(
     torch.testing.assert_close(found.float(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     taken=st.lists(st.integers(0, 6), min_size=1, max_size=90),
     rows=st.sampled_from([1, 4, 16]),

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.engine_driver import DrivenRequest, Driver
 from support.engine.reference_models import make_model
+from support.examples import examples
 from support.gateway.fake_nodes import make_model_folder
 from tokenizers import Tokenizer
 
@@ -150,7 +151,7 @@ def test_a_request_that_is_admitted_again_continues_with_the_same_tokens(
         assert again.output == expected[: count + 1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data(), kind=st.sampled_from(sorted(GRAMMARS)))
 def test_masks_are_the_same_after_any_history(compiler: GrammarCompiler, data: st.DataObject, kind: str) -> None:
     """One state has consumed its tokens one by one between masks, the other all at once."""

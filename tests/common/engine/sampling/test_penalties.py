@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.engine.devices import DEVICES
 from support.engine.engine_driver import Driver
 from support.engine.reference_models import draw_prompts, make_model
+from support.examples import examples
 
 from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
@@ -110,7 +111,7 @@ def naive(logits: list[float], params: SamplingParams, tokens: tuple[int, ...], 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_batch_is_adjusted_as_the_definition_says_row_by_row(device: str) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(rows=st.lists(st.tuples(params_strategy, tokens_strategy, tokens_strategy), min_size=1, max_size=5))
     def check(rows: list[tuple[SamplingParams, tuple[int, ...], tuple[int, ...]]]) -> None:
         logits = torch.from_numpy(np.random.default_rng(len(rows)).normal(0, 3, (len(rows), 41)).astype(np.float32))

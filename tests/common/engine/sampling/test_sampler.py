@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.devices import DEVICES
+from support.examples import examples
 
 from common.engine.sampling import sampler
 from common.engine.sampling.sampler import SamplingRow, sample, uniforms
@@ -158,7 +159,7 @@ params_strategy = st.builds(
 def test_every_row_of_a_batch_samples_what_the_definition_samples(vocab: int, device: str) -> None:
     """Rows with different parameters share a batch, and each samples the same token as alone."""
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=examples(30), deadline=None)
     @given(params=st.lists(params_strategy, min_size=1, max_size=5), seed=st.integers(0, 1000), spread=st.floats(0, 4))
     def check(params: list[SamplingParams], seed: int, spread: float) -> None:
         random = np.random.default_rng(seed)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from common.engine.cpu.kernels import load_kernels
 from common.engine.sampling.weights import WEIGHT_BITS, factor_of, least_kept_by_min_p, token_weights, torch_weights
@@ -34,7 +35,7 @@ def test_tokens_below_the_threshold_weigh_nothing() -> None:
     assert (weights / UNIT).tolist() == [[1, 0.5, 0], [1, 0, 0]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     width=st.sampled_from([1, 15, 16, 1000]),
     seed=st.integers(0, 1000),

@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.gateway.played_cluster import PlayedCluster, output_of
 
 from common.errors import ErrorCode
@@ -106,7 +107,7 @@ class RandomHistory:
         raise AssertionError("requests hang")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(EVENTS, max_size=120))
 def test_random_losses_at_random_moments_give_every_stream_its_tokens(events):
     history = RandomHistory()

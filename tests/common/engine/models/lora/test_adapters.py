@@ -281,7 +281,7 @@ def test_an_adapter_that_does_not_fit_into_the_memory_of_the_device_is_refused(
     executor.close()
 
 
-@pytest.mark.slow(sample=0.3)
+@pytest.mark.slow(sample=0.15)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk", [0, 16])
 def test_requests_of_the_model_and_of_several_adapters_in_one_batch_equal_the_merged_models(
@@ -296,6 +296,7 @@ def test_requests_of_the_model_and_of_several_adapters_in_one_batch_equal_the_me
     driver.executor.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (has_interpreter() and find_spec("triton")), reason="needs Triton's interpreter")
 @pytest.mark.parametrize("served", ["qwen3_moe", "mixtral"], indirect=True)
 def test_in_triton_requests_with_adapters_of_experts_equal_the_merged_models(
@@ -314,7 +315,7 @@ def test_in_triton_requests_with_adapters_of_experts_equal_the_merged_models(
     driver.executor.close()
 
 
-@pytest.mark.slow(sample=0.3)
+@pytest.mark.slow(sample=0.15)
 def test_a_request_alone_equals_the_merged_model(served: tuple[Path, list[Case]]) -> None:
     root, cases = served
     executor = load(root)
@@ -340,7 +341,7 @@ def test_an_adapter_that_is_dropped_takes_no_memory_any_more(served: tuple[Path,
     driver.executor.close()
 
 
-@pytest.mark.slow(sample=0.3)
+@pytest.mark.slow(sample=0.15)
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}])
 def test_in_any_format_the_next_token_is_mostly_that_of_the_merged_model(
     served: tuple[Path, list[Case]], options: dict[str, str]
@@ -360,7 +361,7 @@ def test_in_any_format_the_next_token_is_mostly_that_of_the_merged_model(
     assert num_equal > 0.8 * num_asked, f"{num_equal} of {num_asked}"
 
 
-@pytest.mark.slow(sample=0.3)
+@pytest.mark.slow(sample=0.15)
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}])
 def test_tokens_do_not_depend_on_the_adapters_of_other_rows(
     served: tuple[Path, list[Case]], options: dict[str, str]

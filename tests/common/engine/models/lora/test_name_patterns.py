@@ -5,6 +5,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from common.engine.models.lora.name_patterns import MAX_LENGTH, NamePattern
 
@@ -55,7 +56,7 @@ patterns = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(pattern=patterns, name=st.text("ab.", max_size=7))
 def test_a_pattern_matches_what_re_matches(pattern: str, name: str) -> None:
     try:
