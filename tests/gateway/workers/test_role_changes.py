@@ -235,7 +235,8 @@ async def test_a_node_that_is_told_to_stop_while_it_changes_its_role_is_not_wait
     await accept(node)
     drain = asyncio.ensure_future(stack.post("/v1/workers/decode-1/drain", {}))
     await node.until(lambda: any(isinstance(message, Drain) for message in node.received))
-    node.send(Done(number=node.received[-1].number))
+    (drained,) = [message for message in node.received if isinstance(message, Drain)]
+    node.send(Done(number=drained.number))
     assert (await drain)[0] == 200
     status, answer = await call
     assert status == 400
