@@ -9,6 +9,7 @@ import gc
 import hashlib
 import math
 import os
+import signal
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -19,6 +20,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 #: Tests beside this one make networks and remove them; UCX, which uses all that it finds, would fail.
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
+#: In a command that a shell runs in the background, SIGINT is ignored, and it would be in processes that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 #: Without a GPU Triton's kernels are tested in its interpreter, which must be chosen before any test imports triton.
 if not os.path.exists("/proc/driver/nvidia/version"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
