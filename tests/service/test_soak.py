@@ -1,7 +1,7 @@
 """Random load: prompts that share prefixes, small pools, disconnects and killed nodes.
 
 Every complete response has exactly the tokens of the reference, so a page written late or read stale would show.
-The slow tests run longer, and watch memory over 4,000 requests.
+The slow tests run longer, and watch memory over 6,000 requests.
 """
 
 import asyncio
@@ -176,8 +176,8 @@ ALLOCATOR_HEAP_MB = 67
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-async def test_memory_and_descriptors_do_not_grow_over_4000_requests(tmp_path: Path) -> None:
-    """4,000 requests; of twenty, two disconnect and one is aborted."""
+async def test_memory_and_descriptors_do_not_grow_over_6000_requests(tmp_path: Path) -> None:
+    """6,000 requests; of twenty, two disconnect and one is aborted."""
     with running(tmp_path / "logs") as service:
         async with service.client() as client:
             numbers = iter(range(1_000_000))
@@ -207,14 +207,14 @@ async def test_memory_and_descriptors_do_not_grow_over_4000_requests(tmp_path: P
                 return time.monotonic() - began
 
             rows = []
-            for number in range(2_000, 4_001, 250):
+            for number in range(2_000, 6_001, 500):
                 took_s = await ask_until(number)
                 rows.append(figures(service))
                 print(f"up to {number} requests, {took_s:.0f} s: {rows[-1]}")
             for name in service.processes:
                 sizes, descriptors = zip(*(row[name] for row in rows), strict=True)
                 growth = statistics.median(later - earlier for earlier, later in pairwise(sizes))
-                assert growth < 0.5, f"{name} grows by {growth:.1f} MB in 250 requests"
+                assert growth < 1, f"{name} grows by {growth:.1f} MB in 500 requests"
                 assert sizes[-1] - sizes[0] < ALLOCATOR_HEAP_MB, (
                     f"{name} grew from {sizes[0]:.0f} to {sizes[-1]:.0f} MB"
                 )
