@@ -139,7 +139,8 @@ class InputProcessor:
             context = await self._constrained(context, body)
         if body.top_logprobs and not body.logprobs:
             raise refuse("needs logprobs to be true", "top_logprobs")
-        check_num_outputs(1, body.n or 1, context.max_outputs, "messages", "n")
+        if body.n is not None and body.n > 1:
+            check_num_outputs(1, body.n, context.max_outputs, "messages", "n")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         context = context._replace(is_message=not body.continue_final_message)
         text = await self.render(model, body)
