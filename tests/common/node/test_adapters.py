@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.thread_limit import refuse_thread
 
 from common.config.node import NodeConfig
 from common.engine.models.lora.adapters import LoraWeights
@@ -128,11 +129,8 @@ def test_a_path_below_the_folder_is_loaded(folder: Path, path: str) -> None:
 def test_an_adapter_is_loaded_although_the_process_may_have_no_further_thread(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     node = Node(folder)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse_thread)
     assert not node.load("a", "a")
 
 

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from support.engine.synchronous_executor import SynchronousExecutor
+from support.thread_limit import refuse_thread
 
 from common.errors import ConfigError
 from common.node import profiler as module
@@ -153,12 +154,9 @@ def test_a_folder_that_cannot_be_made_is_refused_at_start(tmp_path):
 
 
 def test_a_profile_for_which_there_is_no_thread_fails_and_the_steps_go_on(engine, monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
     ask(engine, StartProfile(activities=("CPU",), number=1))
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(threading.Thread, "start", refuse_thread)
         assert ask(engine, StopProfile(number=2)).error == "the profiler failed: can't start new thread"
     step(engine, 2)
 

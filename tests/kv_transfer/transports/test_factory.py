@@ -5,6 +5,7 @@ import threading
 import pytest
 from support.kv.kv_fakes import PREFILL, MemfdStore
 from support.kv.shm_ends import open_descriptors
+from support.thread_limit import refuse_thread
 
 from kv_transfer.transports import factory
 from kv_transfer.transports.factory import TransportSettings, open_writer
@@ -15,12 +16,9 @@ SETTINGS = TransportSettings("auto", PREFILL)
 def test_a_writer_for_which_there_is_no_thread_leaves_no_descriptor(
     store: MemfdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     num_before = open_descriptors()
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(threading.Thread, "start", refuse_thread)
         with pytest.raises(OSError, match="no further thread can be started"):
             open_writer(store, SETTINGS)
     assert open_descriptors() == num_before

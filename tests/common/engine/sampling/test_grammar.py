@@ -20,6 +20,7 @@ from support.engine.engine_driver import DrivenRequest, Driver
 from support.engine.reference_models import make_model
 from support.examples import examples
 from support.gateway.fake_nodes import make_model_folder
+from support.thread_limit import refuse_thread
 from tokenizers import Tokenizer
 
 from common.engine.executor import TorchExecutor
@@ -186,9 +187,6 @@ def test_masks_are_the_same_although_the_process_may_have_no_further_thread(
     def refuse(*_: object) -> None:
         raise ValueError("Resource temporarily unavailable (os error 11)")
 
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     params = [SamplingParams(grammar=grammar) for grammar, _ in GRAMMARS.values()]
     rows = [
         MaskedRow(index, OutputConstraint(one, compiler.compile(one.grammar).result(), ()))
@@ -199,7 +197,7 @@ def test_masks_are_the_same_although_the_process_may_have_no_further_thread(
         masks = TokenMasks(compiler.known_ids, vocab_size=VOCAB_SIZE, device=torch.device("cpu"), num_threads=1)
         if not may_have_threads:
             monkeypatch.setattr("llguidance.LLExecutor", refuse)
-            monkeypatch.setattr(threading.Thread, "start", no_thread)
+            monkeypatch.setattr(threading.Thread, "start", refuse_thread)
         found.append(masks.begin(rows).result().biases.clone())
         masks.close()
     assert torch.equal(*found)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.thread_limit import refuse_thread
 
 from common.engine.batch import RowArrays
 from common.engine.tensor_parallel.rank_executor import RankExecutor
@@ -55,12 +56,14 @@ def rank_of(executor: SlowReader) -> Iterator[RankChannel]:
 
     thread = threading.Thread(target=handle)
     thread.start()
-    yield ours
-    ours.shut()
-    thread.join(LONGEST_S)
+    try:
+        yield ours
+    finally:
+        ours.shut()
+        thread.join(LONGEST_S)
+        ours.close()
+        theirs.close()
     assert not thread.is_alive()
-    ours.close()
-    theirs.close()
 
 
 def test_an_adapter_that_is_dropped_while_it_is_read_is_not_kept() -> None:
@@ -81,15 +84,12 @@ def test_an_adapter_that_is_dropped_while_it_is_read_is_not_kept() -> None:
 def test_a_rank_that_can_serve_no_transfers_closes_their_connection_and_computes(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     executor = SlowReader()
     executor.may_read.set()
     with rank_of(executor) as rank0:
         rank0.send(ReadAdapter(6, "digest", "folder", 8, None))
         assert rank0.receive()[0] == AdapterRead(6)
-        monkeypatch.setattr(threading.Thread, "start", refuse)
+        monkeypatch.setattr(threading.Thread, "start", refuse_thread)
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.settimeout(LONGEST_S)
