@@ -13,4 +13,11 @@ EMULATED_AMX = Target(
     "amx-emulated", _BF16.features, (*_BF16.flags, f"-DEMULATED_{_VERSION}", "-include", str(_EMULATED))
 )
 
-USABLE = [target for target in (*TARGETS, EMULATED_AMX) if target.features <= processor_features()] or [NATIVE]
+_FEATURES = processor_features()
+_NATIVE = [target for target in TARGETS if target.features <= _FEATURES]
+_EMULATED_AMX = [EMULATED_AMX] if EMULATED_AMX.features <= _FEATURES else []
+
+#: For results. AMX is emulated only where the processor lacks it.
+USABLE = _NATIVE + ([] if TARGETS[0] in _NATIVE else _EMULATED_AMX) or [NATIVE]
+#: For sanitizers, which see what C functions read and write, and not what the instructions of AMX do.
+SANITIZED = [target for target in _NATIVE if target is not TARGETS[0]] + _EMULATED_AMX or [NATIVE]

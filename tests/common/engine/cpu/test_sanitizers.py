@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.engine.native_targets import USABLE
+from support.engine.native_targets import SANITIZED
 
 from common.engine.cpu.targets import Target
 
@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from support.engine.native_targets import USABLE
+from support.engine.native_targets import SANITIZED
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention.cpu import CpuAttention
@@ -34,7 +34,7 @@ from common.engine.models.decoder import Decoder, allocate_weights
 from common.engine.models.quantization import QuantizedWeight
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
-optimized = library_for(next(target for target in USABLE if target.name == sys.argv[1]))
+optimized = library_for(next(target for target in SANITIZED if target.name == sys.argv[1]))
 library = replace(
     optimized,
     name="sanitized",
@@ -150,7 +150,7 @@ print("clean")
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-@pytest.mark.parametrize("target", USABLE, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", SANITIZED, ids=lambda target: target.name)
 def test_the_kernels_run_clean_under_the_sanitizers_for_addresses_and_undefined_behaviour(
     tmp_path: Path, target: Target
 ) -> None:
