@@ -69,6 +69,39 @@ def test_the_python_is_that_of_the_variable_or_else_of_an_active_environment_or_
         assert ended.stdout == f"gpu_check: no usable GPU: {python}\n"
 
 
+def stand_in(folder: Path, name: str, lines: str) -> Path:
+    file = folder / name
+    file.write_text(f"#!/bin/bash\n{lines}\n")
+    file.chmod(0o755)
+    return file
+
+
+def run_with(python: Path, part: str, limit_s: int, *, path: str = os.environ["PATH"]) -> str:
+    """The output of a part that may take ``limit_s``, run by a stand-in of python beside which it finds no tests."""
+    root = python.parent
+    for name in ("scripts", "tests/common/engine"):
+        (root / name).mkdir(parents=True)
+    script = root / "scripts/gpu_check"
+    script.write_text(SCRIPT.read_text().replace("limit_s=450 ", f"limit_s={limit_s} "))
+    environ = {"PATH": path, "PYTHON": str(python)}
+    return subprocess.run(["bash", script, part], capture_output=True, text=True, timeout=100, env=environ).stdout
+
+
+def test_what_has_failed_is_named_when_the_time_is_over(tmp_path: Path) -> None:
+    lines = "trap 'echo FAILED test_a; exit 2' INT; [ $1 = -c ] || while sleep 0.1; do :; done"
+    found = run_with(stand_in(tmp_path, "python", lines), "tests", 2)
+    assert found.endswith("FAILED test_a\ngpu_check: tests RAN OUT OF TIME\n")
+
+
+def test_the_benchmark_ends_by_itself_before_its_time_is_over(tmp_path: Path) -> None:
+    stand_in(tmp_path, "timeout", 'echo "$@"')
+    found = run_with(stand_in(tmp_path, "python", ""), "benchmark", 450, path=f"{tmp_path}:{os.environ['PATH']}")
+    [(limit_s, seconds)] = re.findall(
+        r"(\d+) \S+ -m scripts.benchmarks.main gpu .*--seconds (\d+)$", found, re.MULTILINE
+    )
+    assert int(seconds) + 20 < int(limit_s)
+
+
 def test_an_unknown_part_is_refused_and_help_names_all_parts() -> None:
     ended = run("everything")
     assert ended.returncode == 1
