@@ -65,6 +65,16 @@ class Pages:
         self.rows = rows.view(store.num_pages, store.layout.page_bytes)
         is_copier = backend != "gloo" and isinstance(store, RunCopier) and store.can_copy_runs
         self._copier = cast(RunCopier, store) if is_copier else None
+        self._stream = torch.cuda.Stream(self.rows.device) if self.rows.is_cuda else None
+
+    @contextlib.contextmanager
+    def on_own_stream(self) -> Iterator[None]:
+        """Have this thread copy, send and receive beside the steps of the model, which are on the default stream."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self.rows.device), torch.cuda.stream(self._stream):
+            yield
 
     def staging(self) -> torch.Tensor:
         """Memory for one page of ours, where our pages are."""

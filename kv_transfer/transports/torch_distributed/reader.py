@@ -98,7 +98,7 @@ class GroupReceiveThread(ReceiveThread):
             with self._lock:
                 if not self._is_open:  # ``shut`` may have come before there was a group to abort
                     raise ConnectionError("it was closed on our side")
-            with named_errors():
+            with named_errors(), group.pages.on_own_stream():
                 self._receive_pages(group)
         finally:
             group.close()

@@ -140,7 +140,7 @@ class GroupSendThread(SendThread):
         try:
             self.is_formed = True
             self._note_change(self)
-            with named_errors():
+            with named_errors(), group.pages.on_own_stream():
                 self._send_pages(group)
         finally:
             group.close()

@@ -6,9 +6,12 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -98,6 +101,53 @@ def test_several_pairs_are_independent(reader: GroupReader, writer: GroupWriter,
     writer.write(DECODE, [(0, 1)])
     until(writer.done)
     assert set(store.read(1)) == {9}
+
+
+def test_both_ends_move_pages_on_streams_of_their_own(
+    reader: GroupReader, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With NCCL they would wait for the steps of the model that are queued on the default stream."""
+    inside: set[int] = set()
+    found: dict[str, bool] = {}
+
+    @contextmanager
+    def on_own_stream(_: Pages) -> Iterator[None]:
+        inside.add(threading.get_ident())
+        yield
+
+    def noting(name: str, move: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(*args: Any) -> Any:
+            found[name] = threading.get_ident() in inside
+            return move(*args)
+
+        return moved
+
+    monkeypatch.setattr(Pages, "on_own_stream", on_own_stream)
+    for name in ("staging", "gather", "scatter"):
+        monkeypatch.setattr(Pages, name, noting(name, getattr(Pages, name)))
+    attach(writer, reader)
+    reader.allow(PREFILL, 1, [3])
+    writer.write(DECODE, [(1, 3)])
+    until(writer.done)
+    assert found == {"staging": True, "gather": True, "scatter": True}
+
+
+def test_the_stream_of_copies_is_on_the_gpu_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaving a stream of another GPU would take memory of the first one."""
+    gpu, entered = torch.device("cuda", 1), []
+
+    @contextmanager
+    def enter(what: object) -> Iterator[None]:
+        entered.append(what)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    rows = SimpleNamespace(is_cuda=True, device=gpu)
+    store: Any = SimpleNamespace(device_pages=SimpleNamespace(view=lambda *_: rows), num_pages=8, layout=LAYOUT)
+    with Pages(store, "nccl").on_own_stream():
+        assert entered == [gpu, ("stream", gpu)]
 
 
 def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
