@@ -417,6 +417,25 @@ def test_torch_is_not_imported_for_other_transports() -> None:
 
 
 @pytest.mark.cuda
+def test_slices_on_a_gpu_are_gathered_and_scattered_on_the_stream_of_copies() -> None:
+    """Tokens 0 and 1 of page 1 become tokens 2 and 3 of page 5."""
+    from common.engine.kv_pool import KVPool
+
+    pool = KVPool(LAYOUT, NUM_PAGES, "cuda")
+    pool.pages[1] = torch.arange(SIZE)
+    pool.pages[1].cpu()  # waits until the device has done it, as for the end of a step
+    front, back = PageSlice(0, 2, 0, LAYOUT.num_kv_heads), PageSlice(2, 2, 0, LAYOUT.num_kv_heads)
+    pair, pages = SlicePair(LAYOUT, front, LAYOUT, back), Pages(pool, "nccl")
+    with pages.on_own_stream():
+        assert torch.cuda.current_stream() != torch.cuda.default_stream()
+        staging = pages.staging()
+        pages.scatter(5, [(to, length) for _, to, length in pair.runs], pages.gather(1, pair, staging))
+    expected = bytes(16) + bytes(range(16)) + bytes(16) + bytes(range(32, 48))
+    assert pool.pages[5].cpu().numpy().tobytes() == expected
+    pool.close()
+
+
+@pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
 def test_pages_go_from_device_to_device() -> None:
     from common.engine.kv_pool import KVPool
