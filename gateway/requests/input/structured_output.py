@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -140,9 +140,13 @@ def _response_format(given: Mapping[str, Any], param: str) -> StructuredOutput |
 
 
 def only_one(wanted: Sequence[StructuredOutput]) -> StructuredOutput | None:
-    """Return the only entry, or None for an empty list. Raises RequestError naming the second."""
-    if len(wanted) > 1:
-        raise refuse(f"cannot be combined with {wanted[0].param}; give one of the two", wanted[1].param)
+    """Return the first entry, or None for an empty list. Raises RequestError naming one that asks for something else.
+
+    The same grammar may come twice: guidance sends it by vLLM's older and newer name.
+    """
+    for other in wanted[1:]:
+        if _key(replace(other, param=wanted[0].param)) != _key(wanted[0]):
+            raise refuse(f"cannot be combined with {wanted[0].param}; give one of the two", other.param)
     return wanted[0] if wanted else None
 
 

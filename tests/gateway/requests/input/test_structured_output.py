@@ -318,6 +318,14 @@ def test_two_ways_at_once_are_refused() -> None:
         only_one([first, second])
 
 
+def test_one_grammar_may_have_two_names() -> None:
+    first, second = (StructuredOutput(param, "grammar", "start: \"a\"") for param in ("guided_grammar", "grammar"))
+    assert only_one([first, second]) is first
+    third = StructuredOutput("regex", "regex", "start: \"a\"")
+    with pytest.raises(RequestError, match="regex: cannot be combined with guided_grammar"):
+        only_one([first, second, third])
+
+
 def test_json_in_structural_tags_has_bounded_whitespace_too():
     content = {"type": "json_schema", "json_schema": {"type": "object"}}
     tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<a>", "content": content, "end": "</a>"}}
