@@ -104,20 +104,25 @@ class _OpenAIFormatter(ResponseFormatter):
             return DONE
         return sse_event({**self._head(outputs, self.chunk_kind), "choices": [], "usage": usage(outputs)}) + DONE
 
-    def _chunk(self, choices: list[dict[str, Any]], outputs: Sequence[OutputStream]) -> bytes:
-        chunk = {**self._head(outputs, self.chunk_kind), "choices": choices}
+    def _chunk(self, choices: list[dict[str, Any]], outputs: Sequence[OutputStream], **fields: Any) -> bytes:
+        chunk = {**self._head(outputs, self.chunk_kind), **fields, "choices": choices}
         if self._with_usage:
             chunk["usage"] = usage(outputs) if self._with_usage_each else None
         return sse_event(chunk)
 
     def answer(self, outputs: Sequence[OutputStream]) -> Iterator[bytes]:
-        yield encode_json(self._head(outputs, self.kind)).removesuffix(b"}") + b',"choices":'
+        head = {**self._head(outputs, self.kind), **self._prompt_ids(outputs)}
+        yield encode_json(head).removesuffix(b"}") + b',"choices":'
         yield from json_list(map(self._choice, outputs))
         yield b',"usage":%b}' % encode_json(usage(outputs))
 
     def _head(self, outputs: Sequence[OutputStream], kind: str) -> dict[str, Any]:
         """The fields that begin an answer or a chunk."""
         return {"id": self._request_id, "object": kind, "created": outputs[0].created, "model": self._model_name}
+
+    def _prompt_ids(self, outputs: Sequence[OutputStream]) -> dict[str, Any]:
+        """The prompt, beside the choices, if the client wants token ids; completions have several prompts."""
+        return {}
 
     def _has_content(self, output: OutputStream, delta: Delta) -> bool:
         """Whether a delta shows something of the answer."""
@@ -181,6 +186,8 @@ class CompletionFormatter(_OpenAIFormatter):
     def _chunk_choice(self, output: OutputStream, delta: Delta) -> dict[str, Any]:
         text = output.request.echo + delta.text if delta.first == 0 else delta.text
         choice = {"index": output.number, "text": text, "logprobs": self._logprobs(output, delta)}
+        if self._with_ids and delta.first == 0:
+            choice["prompt_token_ids"] = output.request.prompt
         return self._finish(output, choice, delta.ids, delta.is_last)
 
     def _choice(self, output: OutputStream) -> dict[str, Any]:
@@ -258,7 +265,10 @@ class ChatFormatter(_OpenAIFormatter):
         choices: list[dict[str, Any]] = [
             {"index": output.number, "delta": delta, "logprobs": None, "finish_reason": None} for output in outputs
         ]
-        return self._chunk(choices, outputs)
+        return self._chunk(choices, outputs, **self._prompt_ids(outputs))
+
+    def _prompt_ids(self, outputs: Sequence[OutputStream]) -> dict[str, Any]:
+        return {"prompt_token_ids": outputs[0].request.prompt} if self._with_ids else {}
 
     def _has_content(self, output: OutputStream, delta: Delta) -> bool:
         return bool(delta.text if output.request.output_format is None else self._shown(delta.pieces))

@@ -49,6 +49,7 @@ class CompletionChoice(Answer):
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(Answer):
@@ -114,6 +115,7 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class FunctionDelta(Answer):
@@ -155,6 +157,7 @@ class ChatCompletionChunk(Answer):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 # ---- SGLang ---------------------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ INSTEAD = {
     "prompt_logprobs": "use echo and logprobs of /v1/completions",
     "thread": "send the whole conversation",
     "extra_key": "use cache_salt",
+    "return_prompt_token_ids": "use return_token_ids",
     "request_id": "send the header x-request-id",
     "rid": "/abort_request takes the id of the answer",
     "lora_path": "name the adapter as model",

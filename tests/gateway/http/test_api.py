@@ -72,6 +72,7 @@ async def test_several_prompts_give_several_choices_with_their_own_ids(stack, pr
     _, answer = await stack.post("/v1/completions", {"prompt": prompt, "max_tokens": 2, "return_token_ids": True})
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(0, "ab"), (1, "cd")]
     assert [choice["token_ids"] for choice in answer["choices"]] == [ids_of("ab"), ids_of("cd")]
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [ids_of("ab"), ids_of("cd")]
     rids = list(stack.nodes[0].generates)
     assert rids == [f"{answer['id']}-0", f"{answer['id']}-1"]
     assert answer["usage"]["completion_tokens"] == 4
@@ -116,6 +117,8 @@ async def test_streamed_logprobs_equal_those_of_the_whole_answer(stack):
         joined = [item for part in parts for item in part["logprobs"][field]]
         assert joined == whole["choices"][0]["logprobs"][field]
     assert [token for part in parts for token in part["token_ids"]] == whole["choices"][0]["token_ids"]
+    assert parts[0]["prompt_token_ids"] == whole["choices"][0]["prompt_token_ids"] == ids_of("a🙂b")
+    assert not any("prompt_token_ids" in part for part in parts[1:])
 
 
 # ---- chat --------------------------------------------------------------------------------
@@ -153,6 +156,15 @@ async def test_a_streamed_chat(stack):
     text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
     assert text == whole["choices"][0]["message"]["content"]
     assert (chunks[-1]["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+
+
+async def test_a_chat_gives_the_token_ids_of_its_prompt_once(stack):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "n": 2, "return_token_ids": True}
+    _, whole = await stack.post("/v1/chat/completions", body)
+    prompt = list(next(iter(stack.nodes[0].generates.values())).prompt)
+    first, *chunks, _ = await stack.stream("/v1/chat/completions", body)
+    assert whole["prompt_token_ids"] == first["prompt_token_ids"] == prompt
+    assert not any("prompt_token_ids" in part for part in (*chunks, *whole["choices"]))
 
 
 async def test_logprobs_in_the_chat_shape(stack):

@@ -15,7 +15,7 @@ GENERATING: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "ab", "max_tokens": 3}),
     ("/v1/completions", {"prompt": "ab", "max_tokens": 3, "logprobs": 2, "echo": True, "return_token_ids": True}),
     ("/v1/chat/completions", {"messages": HI, "max_tokens": 3}),
-    ("/v1/chat/completions", {"messages": HI, "max_tokens": 3, "n": 2, "logprobs": True, "top_logprobs": 1}),
+    ("/v1/chat/completions", {"messages": HI, "max_tokens": 3, "n": 2, "logprobs": True, "return_token_ids": True}),
     ("/v1/responses", {"input": "Hi", "max_output_tokens": 16}),
     ("/v1/messages", {"messages": HI, "max_tokens": 3}),
     ("/generate", {"text": "ab", "sampling_params": {"max_new_tokens": 3}}),
