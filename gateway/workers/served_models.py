@@ -97,13 +97,13 @@ class ServedModels:
         return model
 
     def named(self, name: str | None) -> ServedModel:
-        """The model with this name, which may be that of a LoRA adapter, or the default.
+        """The model with this name, which may be that of a LoRA adapter; without a name, the default.
 
         Raises:
             RequestError: the gateway does not serve it, or no nodes that can serve a request together have the same
                 adapter of this name.
         """
-        if name is None:
+        if not name:  # editors send the name that their user has left empty
             return self.default
         model = self._by_name.get(name)
         if model is not None:

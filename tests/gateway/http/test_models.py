@@ -38,8 +38,8 @@ async def stack(folder, other):
 
 
 async def test_requests_go_to_the_nodes_of_their_model(stack):
-    for name, num in ((None, 0), (MODEL, 0), ("org/other", 2)):
-        body = {"prompt": "ab", "max_tokens": 2, **({"model": name} if name else {})}
+    for name, num in ((None, 0), ("", 0), (MODEL, 0), ("org/other", 2)):
+        body = {"prompt": "ab", "max_tokens": 2, "model": name}
         status, answer = await stack.post("/v1/completions", body)
         assert (status, answer["model"]) == (200, name or MODEL)
         (generate,) = stack.nodes[num].generates.values()
