@@ -50,6 +50,8 @@ _LARK = re.compile(r"(?m)^[ \t]*(?:%llguidance\b|\??start[ \t]*:(?!:))")
 #: Where llguidance found an error in a Lark text, and the lines that it quotes.
 _LOCATION = re.compile(r"^at \d+\(\d+\): ")
 _QUOTED_LINES = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
+#: A schema of any string; LangChain adds titles.
+_STRING = {"type": "string", "title": ""}
 #: The reference through which it came to an error in a schema.
 _REFERENCE = re.compile(r" while processing json-schema:\S*")
 
@@ -278,6 +280,7 @@ def _json_schema(schema: Any, param: str, *, is_lenient: bool) -> str:
     if is_lenient:
         options = schema.get("x-guidance")
         schema = {**schema, "x-guidance": {**(options if isinstance(options, Mapping) else {}), "lenient": True}}
+    schema = _without_string_names(schema)
     lark = _lark_of(schema)
     _check_size(lark, MAX_GRAMMAR_BYTES, param)
     if problem := _problem(lark):
@@ -287,6 +290,23 @@ def _json_schema(schema: Any, param: str, *, is_lenient: bool) -> str:
 
 def _lark_of(schema: Mapping[str, Any]) -> str:
     return f"start: {json_rule(schema)}"
+
+
+def _without_string_names(schema: Any) -> Any:
+    """Drop each ``propertyNames`` that asks for strings, as all names are: zod writes it for every record."""
+    if not isinstance(schema, Mapping):
+        return schema
+    parts: dict[str, Any] = {}
+    for name, part in schema.items():
+        if name == "propertyNames" and isinstance(part, Mapping) and {**part, "title": ""} == _STRING:
+            continue
+        if name in _MAPS and isinstance(part, Mapping):
+            parts[name] = {key: _without_string_names(child) for key, child in part.items()}
+        elif name in _LISTS and isinstance(part, list):
+            parts[name] = [_without_string_names(child) for child in part]
+        else:
+            parts[name] = _without_string_names(part) if name in _SCHEMAS else part
+    return parts
 
 
 def _ebnf(text: str, param: str) -> str:

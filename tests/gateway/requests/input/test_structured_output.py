@@ -287,6 +287,20 @@ async def test_too_many_grammars_at_once_get_429(checker: GrammarChecker, monkey
     assert await checker.check(StructuredOutput("field", "regex", "c")) == "start: /a/"
 
 
+def test_names_of_properties_may_be_asked_to_be_strings() -> None:
+    record = {"type": "object", "additionalProperties": {"type": "number"}}
+    asked = {**record, "propertyNames": {"type": "string", "title": "Record"}}  # as LangChain writes it in JavaScript
+    for around in (
+        lambda schema: schema,
+        lambda schema: {"properties": {"propertyNames": {"type": "string"}, "a": schema}},
+        lambda schema: {"items": {"anyOf": [schema, {"enum": [{"propertyNames": {"type": "string"}}]}]}},
+    ):
+        lark = to_lark(StructuredOutput("field", "json_schema", around(asked)))
+        assert lark == to_lark(StructuredOutput("field", "json_schema", around(record)))
+    with pytest.raises(RequestError, match=r'field: cannot be compiled: Unimplemented keys: \["propertyNames"\]'):
+        to_lark(StructuredOutput("field", "json_schema", {**record, "propertyNames": {"maxLength": 3}}))
+
+
 def test_a_long_regular_expression_is_refused() -> None:
     with pytest.raises(RequestError, match="field: has 20000 bytes, at most 16384 are allowed"):
         to_lark(StructuredOutput("field", "regex", "(ab)?" * 4_000))
@@ -319,9 +333,9 @@ def test_two_ways_at_once_are_refused() -> None:
 
 
 def test_one_grammar_may_have_two_names() -> None:
-    first, second = (StructuredOutput(param, "grammar", "start: \"a\"") for param in ("guided_grammar", "grammar"))
+    first, second = (StructuredOutput(param, "grammar", 'start: "a"') for param in ("guided_grammar", "grammar"))
     assert only_one([first, second]) is first
-    third = StructuredOutput("regex", "regex", "start: \"a\"")
+    third = StructuredOutput("regex", "regex", 'start: "a"')
     with pytest.raises(RequestError, match="regex: cannot be combined with guided_grammar"):
         only_one([first, second, third])
 
