@@ -108,6 +108,11 @@ class MailboxChannel:
         """A look for lost peers must be repeated soon."""
         return self._mailbox.is_probing
 
+    @property
+    def has_unread(self) -> bool:
+        """The last call of ``receive`` may have left something."""
+        return self._mailbox.has_unread
+
     def send(self, message: Message, *incarnations: str) -> None:
         """Sends a message at the end of this turn; the listener is told of nodes that cannot be reached.
 
@@ -253,8 +258,8 @@ class ControlPlane:
     def _tick(self) -> None:
         self._tick_handle = self._loop.call_later(1.0, self._tick)
         self.on_disconnect()  # reads waiting heartbeats first, however late the loop is
-        for pool in self.pools:
-            for incarnation in pool.registry.silent_workers(self._clock.now()):
+        if not self._channel.has_unread:  # else heartbeats may wait behind what was read
+            for incarnation in [one for pool in self.pools for one in pool.registry.silent_workers(self._clock.now())]:
                 self.lose(incarnation)
         self._dispatcher.tick(self._clock.now())
         self._review.tick(self._clock.now())

@@ -13,7 +13,7 @@ from support.gateway.fake_nodes import BODY, echo, error_of, events, running, si
 from support.wire.raw_peers import raw_peer
 
 from common.errors import ErrorCode
-from common.wire.messages import Abort, Pairs, PairState, PrefillNodes, Registered, Tokens, Unknown
+from common.wire.messages import Abort, Pairs, PairState, Ping, PrefillNodes, Registered, Tokens, Unknown
 
 
 @pytest.fixture
@@ -286,6 +286,20 @@ async def test_late_tokens_of_a_silent_node_that_registers_again_harm_nothing(fo
         async with await call as answer:
             assert (await answer.json())["usage"]["completion_tokens"] == 3
         assert await serves(stack)
+
+
+async def test_a_node_whose_heartbeat_waits_behind_many_messages_is_not_lost(stack, caplog):
+    """The gateway's event loop stood still for longer than a node may be silent, and the node has sent much."""
+    node, control = stack.nodes[1], stack.gateway._control
+    (worker,) = [worker for worker in control.pools.workers() if worker.incarnation == node.incarnation]
+    node.mailbox.send(*[Ping()] * 10_000)
+    node.beat()
+    worker.seen_at -= 3_600
+    control._channel._mailbox.sockets[0].poll(60_000)
+    time.sleep(1.5)  # the other messages arrive, and the next look for silent nodes is due
+    await node.round_trip()
+    assert "is gone" not in caplog.text
+    assert await serves(stack)
 
 
 @pytest.mark.parametrize("which", [0, 1])
