@@ -4,7 +4,9 @@ import argparse
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +90,24 @@ def test_a_benchmark_that_is_stopped_prints_the_runs_so_far(
     shown = capsys.readouterr().out
     assert "3 requests/s (30% of capacity)" in shown
     assert "1 prefill + 1 decode" in shown
+
+
+def test_a_run_whose_tokens_mostly_arrive_together_has_all_other_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As at a client that has no core for some time."""
+    found = report([0.5], [[0.1, 0.0, 0.0, 0.0]])
+    summaries = {"ttft": {"count": 1, "p50": 0.5}, "itl": {"count": 4, "p50": 0.0, "p99": 0.097}}
+    loaded = SimpleNamespace(latency=summaries, throughput=found["throughput"], reasons=[], to_dict=lambda: found)
+    monkeypatch.setattr(disagg, "load", lambda *_, **__: loaded)
+    monkeypatch.setattr(disagg, "running_service", lambda flags: nullcontext("http://127.0.0.1:1"))
+    monkeypatch.setattr(disagg, "keep_to", lambda num_cores: None)
+    figures = disagg.run(parse("--models=small", "--arrangements=split", "--capacity=10", "--shares=1"))
+    assert figures == {
+        "capacity, small, split, requests/s": 10.0, "small, split, 10/s, tokens/s": 32.0,
+        "small, split, 10/s, ttft_p50 ms": 500.0, "small, split, 10/s, e2e_p50 ms": 1000.0,
+    }  # fmt: skip
+    assert "inter-token p50 0.0 ms, p99 97.0 ms\n" in capsys.readouterr().err
 
 
 def test_rates_are_shares_of_the_capacity() -> None:

@@ -144,8 +144,10 @@ def run(options: Options) -> dict[str, float]:
     for point, report in runs:
         name, cell = f"{point.model}, {point.arrangement}, {point.rate:.3g}/s", pooled([report])
         figures |= {f"{name}, {figure} ms": 1e3 * cell.times.get(figure, 0.0) for figure in ("ttft_p50", "e2e_p50")}
-        figures |= {f"{name}, inter-token p99/p50": cell.spread("itl"), f"{name}, tokens/s": cell.tokens_per_s}
-        figures |= {f"{name}, p99/p50 of later gaps": cell.spread("later")}
+        figures[f"{name}, tokens/s"] = cell.tokens_per_s
+        for kind, of in (("itl", "inter-token p99/p50"), ("later", "p99/p50 of later gaps")):
+            if spread := cell.spread(kind):
+                figures[f"{name}, {of}"] = spread
     return figures
 
 
@@ -206,8 +208,8 @@ def measure(point: Point, folder: str, services: Services) -> dict[str, Any]:
     if ttft["count"] and itl["count"]:
         say(
             f"    {ttft['count']} requests, {report.throughput['requests_per_s']:.3g}/s, TTFT p50 "
-            f"{ttft['p50'] * 1e3:.0f} ms, inter-token p50 {itl['p50'] * 1e3:.1f} ms, p99 {itl['p99'] * 1e3:.1f} ms "
-            f"({itl['p99'] / itl['p50']:.2f}x)"
+            f"{ttft['p50'] * 1e3:.0f} ms, inter-token p50 {itl['p50'] * 1e3:.1f} ms, p99 {itl['p99'] * 1e3:.1f} ms"
+            + (f" ({itl['p99'] / itl['p50']:.2f}x)" if itl["p50"] else "")
         )
     for reason in report.reasons:
         say(f"    invalid: {reason}")
@@ -281,7 +283,8 @@ class Cell:
     reasons: tuple[str, ...]
 
     def spread(self, name: str) -> float:
-        """How many times its median the 99th percentile of such times is; 0 without samples."""
+        """How many times its median the 99th percentile of such times is; 0 without samples, or if the median is 0, as
+        where a client without a core finds most tokens in the same piece as others."""
         return self.times[f"{name}_p99"] / self.times[f"{name}_p50"] if self.times.get(f"{name}_p50") else 0.0
 
 

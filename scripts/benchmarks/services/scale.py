@@ -289,6 +289,15 @@ class Table:
         self.figures[f"{name}, {unit}"] = value
         print(f"{name:64} {value:12,.1f} {unit}", flush=True)
 
+    def add_difference(self, name: str, value: float, unit: str) -> None:
+        """Adds a difference of two measurements, which may be less than their noise, as that of few requests is.
+
+        One that is not greater than zero is printed, and is no figure.
+        """
+        self.add(name, value, unit)
+        if value <= 0.0:
+            del self.figures[f"{name}, {unit}"]
+
 
 def _prompts(options: argparse.Namespace, drawn: random.Random) -> list[list[int]]:
     return [[drawn.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(options.batch)]
@@ -316,8 +325,11 @@ async def measure_held(
     elapsed_s = time.perf_counter() - begun
     table.add(f"{label}: until they are", elapsed_s, "s")
     cpu_now_s = sum(cpu_seconds(one.pid) for one in gateways) - idle * elapsed_s
-    table.add(f"{label}: CPU per request, in and sent and two tokens", (cpu_now_s - cpu_s) / count * 1e6, "us")
-    table.add(f"{label}: memory per request", (sum(one.rss_bytes for one in gateways) - rss) / count / 1e3, "kB")
+    table.add_difference(
+        f"{label}: CPU per request, in and sent and two tokens", (cpu_now_s - cpu_s) / count * 1e6, "us"
+    )
+    more = sum(one.rss_bytes for one in gateways) - rss
+    table.add_difference(f"{label}: memory per request", more / count / 1e3, "kB")
     await measure_idle(gateways, options, table, "requests in flight")
     for path in ("/health", "/metrics", "/v1/workers", "/v1/workers?limit=10"):
         taken = [await gateways[0].get(path) for _ in range(3)]
@@ -330,7 +342,7 @@ async def measure_held(
     await nodes.order(Order(is_release=True))
     await streams.end()
     cpu_now_s = sum(cpu_seconds(one.pid) for one in gateways) - idle * (time.perf_counter() - begun)
-    table.add(f"{label}: CPU per request, last token and end", (cpu_now_s - cpu_s) / count * 1e6, "us")
+    table.add_difference(f"{label}: CPU per request, last token and end", (cpu_now_s - cpu_s) / count * 1e6, "us")
 
 
 async def measure_idle(
@@ -419,7 +431,9 @@ async def measure_service(nodes: Nodes, options: argparse.Namespace, table: Tabl
                 (cpu_s, rss), one = before[0], gateways[0]
                 table.add(f"{options.nodes:,} nodes: until all are registered", time.perf_counter() - begun, "s")
                 table.add("CPU of the gateway for it", cpu_seconds(one.pid) - cpu_s, "s")
-                table.add("memory of the gateway per node", (one.rss_bytes - rss) / options.nodes / 1e3, "kB")
+                table.add_difference(
+                    "memory of the gateway per node", (one.rss_bytes - rss) / options.nodes / 1e3, "kB"
+                )
             await asyncio.sleep(2.0)  # gateways that share nodes learn their shares
             idle = await measure_idle(gateways, options, table, "no requests")
             rates.append(await measure_rate(gateways, nodes, options, table, idle))
