@@ -228,7 +228,8 @@ async def test_each_gateway_advises_nodes_for_the_load_of_both(service: Service)
         while not (await load(client))["requests_per_s"]:
             await asyncio.sleep(0.02)
         found = await load(other)
-        assert found["output_tokens_per_s"] == pytest.approx(4 * found["requests_per_s"], rel=0.05)
+        # Rounded to a tenth, which is much of the rate of a slow machine.
+        assert found["output_tokens_per_s"] == pytest.approx(4 * found["requests_per_s"], rel=0.05, abs=0.06)
 
 
 @contextlib.asynccontextmanager
