@@ -82,6 +82,7 @@ def test_decode_nodes_compute_prompts_without_a_prefill_node() -> None:
     for number in range(6):
         service.submit(f"r{number}", prompt_of(20, number), 6)
     service.run()
+    assert len(service.ended) == 6
     for rid in service.ended:
         service.assert_exact_tokens(rid)
     service.assert_all_is_released()
@@ -112,6 +113,7 @@ def test_a_prompt_with_granted_pages_overtakes_one_that_does_not_fit() -> None:
         length = {5: 29, 9: 13}.get(number, 1)
         service.submit(f"r{number}", prompt_of(length, 0), 2 if is_long else 1)
     service.run()
+    assert len(service.ended) == 10
     for rid in service.ended:
         service.assert_exact_tokens(rid)
     service.assert_all_is_released()
