@@ -192,7 +192,7 @@ def test_an_end_that_cannot_be_opened_at_another_rank_leaves_no_descriptor() -> 
     num_before = open_descriptors()
     with pytest.raises(RankLostError) as lost:
         RemoteWriter(connect(), store, TransportSettings(), rank=1)
-    assert open_descriptors() == num_before, lost
+    assert open_descriptors() <= num_before, lost
     store.close()
 
 

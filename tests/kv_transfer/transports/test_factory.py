@@ -21,7 +21,7 @@ def test_a_writer_for_which_there_is_no_thread_leaves_no_descriptor(
         patched.setattr(threading.Thread, "start", refuse_thread)
         with pytest.raises(OSError, match="no further thread can be started"):
             open_writer(store, SETTINGS)
-    assert open_descriptors() == num_before
+    assert open_descriptors() <= num_before  # fewer, if an earlier test has left some that are closed meanwhile
     open_writer(store, SETTINGS).close()
 
 
@@ -31,9 +31,10 @@ def test_transports_that_were_opened_before_one_that_cannot_be_are_closed(
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no descriptor is left")
 
-    before = open_descriptors(), threading.active_count()
+    num_descriptors, num_threads = open_descriptors(), threading.active_count()
     with monkeypatch.context() as patched:
         patched.setattr(factory, "TcpWriter", refuse)
         with pytest.raises(OSError, match="no descriptor is left"):
             open_writer(store, SETTINGS)
-    assert (open_descriptors(), threading.active_count()) == before
+    assert open_descriptors() <= num_descriptors
+    assert threading.active_count() <= num_threads
