@@ -318,11 +318,13 @@ async def test_a_whole_answer_that_is_not_read_ends_with_the_connection(has_tls,
     monkeypatch.setattr(http_connection, "STALL_S", 0.3)
 
     async def large(app, scope, receive, send):
+        (connection,) = server.connections
+        connection.options = replace(connection.options, header_timeout_s=0.3)
         await reply(send, b"x" * 50_000_000)
 
     tls, options = tls_of(certificate) if has_tls else (None, {})
     async with (
-        serving(large, tls=tls, header_timeout_s=0.3) as (app, server),
+        serving(large, tls=tls) as (app, server),
         connected(server, limit=1 << 10, **options) as (_, writer),
     ):
         writer.write(b"GET / HTTP/1.1\r\nConnection: %b\r\n\r\n" % connection)

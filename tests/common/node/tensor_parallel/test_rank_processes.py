@@ -142,7 +142,7 @@ def test_a_group_finds_its_store_again_after_it_has_formed(tmp_path: Path, monke
         ranks.start(load_of(folder, 2))
         executor = executor_of(folder, ranks)
         [store] = stores
-        store.set_timeout(timedelta(seconds=2))
+        store.set_timeout(timedelta(seconds=60))
         store.set("id", "late")
         assert store.get("id") == b"late"
         executor.close()
