@@ -172,8 +172,10 @@ def test_a_connection_whose_first_packet_is_lost_is_dialled_again(
     writer: TcpWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_writer, "REDIAL_S", 0.01)
+    monkeypatch.setattr(tcp_writer, "ATTACH_TIMEOUT_S", 120.0)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        listener.settimeout(60)
         address = listener.getsockname()
         stack.enter_context(socket.create_connection(address))  # fills the backlog: the kernel drops what comes next
         endpoint = f"127.0.0.1:{address[1]}:{'0' * 64}:1"
@@ -187,6 +189,7 @@ def test_a_connection_whose_first_packet_is_lost_is_dialled_again(
         assert all(sock.fileno() < 0 for sock in dialled[:-1])
         listener.accept()[0].close()
         until(lambda: writer.poll() or connection.stage is not tcp_writer.Stage.DIALLING)
+        assert connection.stage is not tcp_writer.Stage.DIALLING, "the attachment has failed"
         accepted = stack.enter_context(listener.accept()[0])
         while accepted.getpeername() != connection.sock.getsockname():  # one that was given up as the kernel took it
             accepted = stack.enter_context(listener.accept()[0])
