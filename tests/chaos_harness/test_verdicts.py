@@ -171,7 +171,7 @@ def test_a_file_a_port_and_a_process_that_are_left_are_seen(leaking: tuple[Any, 
 
 def test_a_socket_of_another_program_may_have_any_name() -> None:
     with socket.socket(socket.AF_UNIX) as other:
-        other.bind(b"\0baton-test-\xff")
+        other.bind(b"\0baton-test-%d\xff" % os.getpid())
         assert ProcessResources.of([]).left() == ""
 
 

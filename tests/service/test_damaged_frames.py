@@ -6,6 +6,7 @@ accepted.
 
 import contextlib
 import json
+import secrets
 import select
 import socket
 import time
@@ -176,7 +177,7 @@ def test_mangled_packets_never_open_a_pool(changes: list[Change], is_first: bool
 def test_a_writer_maps_no_pool_after_a_mangled_greeting(changes: list[Change]) -> None:
     theirs, ours = MemfdStore(NUM_PAGES), MemfdStore(NUM_PAGES)
     writer = ShmWriter(ours)
-    name = "baton-" + "b" * 32
+    name = f"baton-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(f"\0{name}")

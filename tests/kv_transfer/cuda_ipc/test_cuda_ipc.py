@@ -7,6 +7,7 @@ own memory, so the reader is another process.
 import ctypes
 import json
 import os
+import secrets
 import select
 import socket
 import time
@@ -175,7 +176,7 @@ def test_a_damaged_hand_over_is_refused_with_an_explanation_and_nothing_stays_op
     hello, pool_info = pool_info_of(offer(reader))
     true = SharedPool.decode(pool_info)
     connect = offer(reader, 1)
-    name = "baton-" + "a" * 32
+    name = f"baton-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
         listener.listen(1)
@@ -200,7 +201,7 @@ def num_opened() -> int:
 def test_a_file_beside_the_pool_is_refused(start: Callable[..., End], writer: CudaIpcWriter) -> None:
     reader = start("reader", "cuda-ipc")
     hello, pool_info = pool_info_of(offer(reader))
-    name = "baton-" + "b" * 32
+    name = f"baton-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
         listener.listen(1)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import platform
+import secrets
 import socket
 import threading
 from typing import Any
@@ -173,7 +174,7 @@ def test_silent_connections_are_limited_in_time_and_number(reader: ShmReader, wr
 
 
 def test_a_writer_refuses_an_invalid_hello(writer: ShmWriter) -> None:
-    name = "baton-" + "a" * 32
+    name = f"baton-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0{name}")
     listener.listen(8)
