@@ -1,5 +1,7 @@
 """What a model of the library transformers calls instead of the library's own attention. Imports transformers."""
 
+import copy
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -69,12 +71,23 @@ def freeze_rope(model: nn.Module) -> None:
     depend on the requests beside it, and on CUDA the host would wait for the device. ``TransformersConfig`` limits the
     context so that they never change.
     """
+    module: Any
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
-            module.rope_type = {layer: _frozen(one) for layer, one in kind.items()}  # type: ignore[assignment]
+            module.rope_type = {layer: _frozen(one) for layer, one in kind.items()}
         elif isinstance(kind, str):
-            module.rope_type = _frozen(kind)  # type: ignore[assignment]
+            module.rope_type = _frozen(kind)
+            if "short_mscale" in (rope := module.config.rope_parameters):
+                # Phi 3.5 MoE computes both again by its configuration, whatever ``rope_type`` is.
+                module.config = copy.copy(module.config)
+                module.config.rope_parameters = {**rope, "rope_type": "default"}
+                module.rope_init_fn = functools.partial(_kept_rope, module, rope["short_mscale"])
+
+
+def _kept_rope(module: Any, factor: float, _: object) -> tuple[Tensor, float]:
+    """Return the frequencies of a rotary embedding, and what multiplies cosines and sines."""
+    return module.inv_freq, factor
 
 
 def _frozen(kind: str) -> str:

@@ -464,7 +464,7 @@ def _context_length(config: Any, folder: Path) -> int:
             config, "original_max_position_embeddings", None
         )
         kind = rope.get("rope_type", "default")
-        if kind in LENGTH_DEPENDENT_ROPE:
+        if kind in LENGTH_DEPENDENT_ROPE or "long_mscale" in rope:
             length = min(length, original or length)
         elif kind == "yarn" and original and rope.get("factor"):
             length = max(length, int(rope["factor"] * original))

@@ -400,9 +400,15 @@ def test_a_file_that_the_library_cannot_read_is_an_error_without_a_traceback(tmp
         load(folder)
 
 
-def test_rotary_embeddings_that_depend_on_the_longest_request_limit_the_context(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "factors"),
+    [("Phi3ForCausalLM", {}), ("PhimoeForCausalLM", {"short_mscale": 1.2, "long_mscale": 1.7})],
+)
+def test_rotary_embeddings_that_depend_on_the_longest_request_limit_the_context(
+    tmp_path: Path, architecture: str, factors: dict[str, float]
+) -> None:
     """Otherwise a request's tokens would depend on the requests beside it. Phi 3 of 128k is such a model."""
-    half = TransformersConfig.load(str(make_library_model(tmp_path, "Phi3ForCausalLM"))).head_dim // 2
+    half = TransformersConfig.load(str(make_library_model(tmp_path, architecture))).head_dim // 2
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10_000.0,
@@ -410,8 +416,9 @@ def test_rotary_embeddings_that_depend_on_the_longest_request_limit_the_context(
         "long_factor": [4.0] * half,
         "original_max_position_embeddings": 128,
         "factor": 8.0,
+        **factors,
     }
-    folder = make_library_model(tmp_path, "Phi3ForCausalLM", rope_parameters=rope, original_max_position_embeddings=128)
+    folder = make_library_model(tmp_path, architecture, rope_parameters=rope, original_max_position_embeddings=128)
     executor = load(folder)
     assert executor.model.config.context_length == 128
     cases = draw_prompts(folder, [9, 100], MAX_NEW, seed=7)
