@@ -279,6 +279,7 @@ def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path
         UnsupportedModelError: names the reason.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     architectures = [str(name) for name in stored.get("architectures") or ()]
     named = ", ".join(architectures) or f"model_type {config.model_type!r}"
@@ -295,7 +296,9 @@ def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path
         reason = "its layers attend within chunks, and no attention backend does"
     elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        is_other = architectures and kind.__name__.lower() not in map(str.lower, architectures)
+        # The library takes a Mistral with layer_types for a Ministral.
+        kinds = {kind.__name__, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(stored.get("model_type")))}
+        is_other = architectures and {*map(str.lower, kinds)}.isdisjoint(map(str.lower, architectures))
         reason = f"its weights are not those of a {kind.__name__}" if is_other else _class_conflict(kind)
     if reason:
         raise UnsupportedModelError(f"{folder}: {named} cannot be served: {reason}")

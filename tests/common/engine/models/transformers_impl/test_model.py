@@ -515,6 +515,17 @@ def test_a_model_has_a_window_if_every_layer_has_one(
     assert load_config(ModelSource(str(folder), implementation="transformers")).window == window
 
 
+def test_a_mistral_with_types_of_layers_is_the_ministral_that_the_library_takes_it_for(tmp_path: Path) -> None:
+    folder = make_library_model(tmp_path, "MistralForCausalLM")
+    stored = json.loads((folder / "config.json").read_text())
+    stored["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    (folder / "config.json").write_text(json.dumps(stored))
+    executor = load(folder)
+    assert [layer.window for layer in executor.model.config.layers] == [WINDOW, None, WINDOW]
+    check_tokens(executor, draw_prompts(folder, LENGTHS, MAX_NEW, seed=7), MAX_NEW)
+    executor.close()
+
+
 def test_masks_in_an_old_checkpoint_are_not_its_weights(tmp_path: Path) -> None:
     folder = make_library_model(tmp_path, "GPTNeoXForCausalLM")
     tensors = load_file(folder / "model.safetensors")
