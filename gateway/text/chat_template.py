@@ -103,13 +103,20 @@ class ChatTemplate:
     Args:
         special_tokens: by name, such as ``bos_token``, as text.
         place: where the template stands, for errors.
+        with_tools: the template for requests with tools, of models that have two; None: this one.
 
     Attributes:
         source: its text, from which the formats of tool calls and reasoning are recognised.
         form: what it expects of messages.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], place: str = "the chat template") -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        place: str = "the chat template",
+        with_tools: "ChatTemplate | None" = None,
+    ) -> None:
         try:
             self._template = _environment().from_string(source)
         except TemplateSyntaxError as error:
@@ -117,25 +124,26 @@ class ChatTemplate:
             raise ConfigError(f"{message}; correct it, or give another file as --chat-template") from error
         self.source = source
         self.form = MessageForm.of(source)
+        self.with_tools = with_tools
         self._special_tokens = dict(special_tokens)
 
     @classmethod
     def load(cls, folder: Path, file: Path | None = None) -> "ChatTemplate | None":
-        """Loads ``file``, or ``chat_template.jinja`` or ``tokenizer_config.json`` of a folder; None without a template.
+        """Loads ``file``, or the templates of a folder; None without one.
 
         Raises ConfigError: it cannot be read, or does not parse.
         """
         config = _tokenizer_config(folder)
-        own = folder / "chat_template.jinja"
-        if file is not None or own.is_file():
-            place = str(own) if file is None else f"--chat-template {file}"
-            return cls(_read_template(file or own, place), _special_tokens(config), place)
-        source: Any = config.get("chat_template")
-        if isinstance(source, list):  # of templates with names
-            entries = [entry for entry in source if isinstance(entry, dict)]
-            source = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
-        place = f"chat_template in {folder / 'tokenizer_config.json'}"
-        return cls(source, _special_tokens(config), place) if isinstance(source, str) else None
+        tokens = _special_tokens(config)
+        if file is not None:
+            place = f"--chat-template {file}"
+            return cls(_read_template(file, place), tokens, place)
+        sources = _template_files(folder) or _named_templates(folder, config)
+        if "default" not in sources:
+            return None
+        place, source = sources["default"]
+        tool_use = sources.get("tool_use")
+        return cls(source, tokens, place, None if tool_use is None else cls(tool_use[1], tokens, tool_use[0]))
 
     def render(
         self,
@@ -169,6 +177,24 @@ def _read_template(file: Path, place: str) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{place} cannot be read: {reason_of(error)}") from error
+
+
+def _template_files(folder: Path) -> dict[str, tuple[str, str]]:
+    """Where the templates stand that have files of their own, and their texts, by name."""
+    files = {
+        "default": folder / "chat_template.jinja",
+        "tool_use": folder / "additional_chat_templates" / "tool_use.jinja",
+    }
+    return {name: (str(file), _read_template(file, str(file))) for name, file in files.items() if file.is_file()}
+
+
+def _named_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """The same of the templates in ``tokenizer_config.json``: one, or a list of templates with names."""
+    found = config.get("chat_template")
+    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    texts = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    place = f"chat_template in {folder / 'tokenizer_config.json'}"
+    return {name: (place, text) for name, text in texts.items() if isinstance(text, str)}
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -212,12 +238,14 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def render_chat(template: ChatTemplate, body: ChatBody) -> str:
     """The text of a prompt. Raises RequestError."""
     _check_chat(body)
-    messages = body.messages or []
+    messages, variables = body.messages or [], _variables(body)
+    if "tools" in variables:
+        template = template.with_tools or template
     plain = [_plain_message(message, template.form, f"messages[{i}]") for i, message in enumerate(messages)]
     if body.continue_final_message:
         plain[-1]["content"] = (plain[-1]["content"] or "") + END_MARK
-        return _cut_at_end_mark(template.render(plain, _variables(body), add_generation_prompt=False))
-    return template.render(plain, _variables(body), add_generation_prompt=body.add_generation_prompt is not False)
+        return _cut_at_end_mark(template.render(plain, variables, add_generation_prompt=False))
+    return template.render(plain, variables, add_generation_prompt=body.add_generation_prompt is not False)
 
 
 def num_parts(body: ChatBody) -> int:

@@ -19,7 +19,7 @@ from gateway.workers.pool import WorkerPool, make_pool
 #: The files of a checkpoint that the gateway reads; never weights.
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json", "config.json",
+    "additional_chat_templates/tool_use.jinja", "generation_config.json", "config.json",
 )  # fmt: skip
 
 
@@ -145,8 +145,10 @@ def load_models(config: GatewayConfig, folders: Mapping[str, Path]) -> dict[str,
 def _output_formats(config: GatewayConfig, template: ChatTemplate | None) -> ModelFormats:
     """The formats of ``--tool-call-parser`` and ``--reasoning-parser``. Raises ConfigError."""
     source = "" if template is None else template.source
+    with_tools = source if template is None or template.with_tools is None else template.with_tools.source
     return ModelFormats(
-        tools=tool_format(config.tool_call_parser, source), reasoning=reasoning_format(config.reasoning_parser, source)
+        tools=tool_format(config.tool_call_parser, with_tools),
+        reasoning=reasoning_format(config.reasoning_parser, source),
     )
 
 

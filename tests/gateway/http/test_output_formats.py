@@ -1,6 +1,7 @@
 """Formats that are recognised in the chat template of a checkpoint, in chats from request to answer."""
 
 import json
+import shutil
 
 import pytest
 from support.gateway.fake_nodes import EOS, MODEL, make_tokenizer, running
@@ -101,6 +102,19 @@ async def test_reasoning_text_and_calls_are_recognised_by_the_template(stack, qw
         assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
     assert (message["reasoning_content"], message["content"]) == ("One and one?", "I add.")
     assert (function["name"], json.loads(function["arguments"]), reason) == ("add", {"a": 1}, "tool_calls")
+
+
+async def test_the_format_of_calls_is_that_of_the_template_for_tools(qwen, tmp_path):
+    """Hermes 2 Pro has one template for chats with tools, and another without a word of them."""
+    folder = shutil.copytree(qwen, tmp_path / "hermes")
+    named = [{"name": "default", "template": "{{ messages[0].content }}"}, {"name": "tool_use", "template": TEMPLATE}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": EOS}))
+    async with running(folder) as stack:
+        await stack.pair()
+        answers(stack, folder, ANSWER)
+        _, answer = await stack.post("/v1/chat/completions", {"messages": HI, "tools": TOOLS})
+        assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "add"
+        assert "# Tools" in text_of(folder).decode(sent(stack).prompt, skip_special=False)
 
 
 async def test_the_model_sees_tools_and_earlier_calls(stack, qwen):

@@ -295,3 +295,23 @@ def test_a_template_that_hides_the_final_message_cannot_continue_it():
             continue_final_message=True,
         )
     assert caught.value.param == "continue_final_message"
+
+
+def test_requests_with_tools_take_the_template_that_the_model_has_for_them(tmp_path):
+    """As ``apply_chat_template`` of transformers does. Hermes 2 Pro and Command R have such templates."""
+
+    tool = {"type": "function", "function": {"name": "add"}}
+
+    def both():
+        template = ChatTemplate.load(tmp_path)
+        return rendered(template), rendered(template, tools=[tool])
+
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert both() == ("plain", "add")
+    (tmp_path / "chat_template.jinja").write_text("of a file")
+    assert both() == ("of a file", "of a file"), "a file replaces all templates in tokenizer_config.json"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    assert both() == ("of a file", "with tools")
+    assert rendered(ChatTemplate.load(tmp_path, tmp_path / "chat_template.jinja"), tools=[tool]) == "of a file"
