@@ -16,6 +16,10 @@ from common.engine.models.checkpoints.quantized.sources import (
     stored_shape,
 )
 from common.engine.models.checkpoints.tensor_sources import CheckpointFiles, TensorSource, WholeTensor
+from common.errors import ConfigError
+
+#: Types of matrices that need a scale, by their names in safetensors files.
+_OF_8_BITS = ("F8_E4M3", "F8_E5M2", "I8")
 
 
 class LateTensor:
@@ -35,7 +39,7 @@ def decoded_tensors(folder: Path, quantization: CheckpointQuantization, dtype: t
     Args:
         dtype: which the library converts them to; the log says what they take then.
     Raises:
-        ConfigError: a header is damaged, or the tensors of a matrix do not tell its shape.
+        ConfigError: a header is damaged, a matrix of 8 bits has no scale, or its tensors do not tell its shape.
     """
     stored = stored_tensors(folder)
     files = CheckpointFiles(stored)
@@ -46,6 +50,9 @@ def decoded_tensors(folder: Path, quantization: CheckpointQuantization, dtype: t
         for name, tensor in stored.items()
         if name not in taken and not quantization.is_ignored(name)
     }
+    for name in sources:
+        if stored[name].dtype in _OF_8_BITS:  # the library would take its numbers as they are
+            raise ConfigError(f"{folder}: {name} has type {stored[name].dtype}, and no scale")
     for base, parts in matrices.items():
         shape = stored_shape(parts, stored, files)
         sources[f"{base}.weight"] = QuantizedMatrix(base, parts, shape, quantization)

@@ -79,6 +79,22 @@ def test_a_tensor_that_cannot_be_decoded_is_an_error_that_names_the_matrix(tmp_p
         load(quantized)
 
 
+@pytest.mark.parametrize(
+    ("kind", "scale", "dtype"),
+    [("fp8 in blocks", "weight_scale_inv", "F8_E4M3"), ("compressed, int8", "weight_scale", "I8")],
+)
+def test_a_matrix_of_8_bits_without_a_scale_is_refused_by_name(
+    tmp_path: Path, kind: str, scale: str, dtype: str
+) -> None:
+    _, quantized = make_pair(tmp_path, kind, "OlmoForCausalLM")
+    file = quantized / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[f"model.layers.1.mlp.down_proj.{scale}"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"layers\.1\.mlp\.down_proj\.weight has type {dtype}, and no scale"):
+        load(quantized)
+
+
 def test_biases_of_zeros_are_ignored_and_others_are_an_error(tmp_path: Path) -> None:
     _, quantized = make_pair(tmp_path, "gptq, 4 bits", "OlmoForCausalLM")
     file = quantized / "model.safetensors"
