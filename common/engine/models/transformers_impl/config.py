@@ -269,7 +269,7 @@ def _needs_code(stored: Mapping[str, Any]) -> bool:
     """Whether the configuration itself is code of the checkpoint, of a type that the library does not know."""
     from transformers import CONFIG_MAPPING
 
-    return stored.get("model_type") not in CONFIG_MAPPING and "AutoConfig" in (stored.get("auto_map") or {})
+    return str(stored.get("model_type")) not in CONFIG_MAPPING and "AutoConfig" in (stored.get("auto_map") or {})
 
 
 def refuse_by_configuration(config: Any, stored: Mapping[str, Any], folder: Path) -> None:
@@ -436,8 +436,9 @@ def _conflict(calls: Sequence[_Call], num_layers: int) -> str:
     shapes = sorted({call.shape for call in calls})
     if len(shapes) > 1:
         return f"its layers differ in heads (query heads, KV heads, key size, value size): {shapes}"
-    if calls[0].shape[0] % calls[0].shape[1]:
-        return f"{calls[0].shape[0]} query heads are not a multiple of {calls[0].shape[1]} KV heads"
+    num_heads, num_kv_heads, *_ = calls[0].shape
+    if not num_kv_heads or num_heads % num_kv_heads:
+        return f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads"
     return ""
 
 

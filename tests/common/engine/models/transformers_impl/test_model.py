@@ -463,6 +463,21 @@ def test_a_decoder_whose_tokens_see_later_tokens_is_refused_by_both_implementati
         load_config(ModelSource(str(tmp_path)))
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": ["deepseek_v3"]}, "transformers cannot read config.json"),
+        ({"num_attention_heads": 0}, "0 query heads are not a multiple of 0 KV heads"),
+    ],
+)
+def test_impossible_values_are_refused_with_a_sentence(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    file = make_library_model(tmp_path, "DeepseekV3ForCausalLM") / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(UnsupportedModelError, match=words):
+        TransformersConfig.load(str(tmp_path))
+
+
 @pytest.mark.parametrize("architecture", ["OlmoForSequenceClassification", 7])
 def test_weights_of_another_kind_of_model_are_refused(tmp_path: Path, architecture: Any) -> None:
     write_config(tmp_path, "olmo", architecture=architecture)
