@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import UnsupportedModelError
+from common.errors import ConfigError, UnsupportedModelError
 
 #: For each method, the last parts of the names of the tensors that belong to one matrix. Those that say how to round
 #: inputs and outputs are not read: only the matrices are rounded here.
@@ -62,13 +62,17 @@ def parse_quantization(config: Any, folder: Path) -> CheckpointQuantization | No
 
     Raises:
         UnsupportedModelError: the method, or a setting of it, is not supported; the message names it.
+        ConfigError: a value has a wrong type.
     """
     if not config:
         return None
-    method = config.get("quant_method", "unnamed")
-    if method not in _PARSERS:
-        raise _refusal(folder, method, f"supported are {', '.join(_PARSERS)}")
-    return _PARSERS[method](config, folder)
+    try:
+        method = config.get("quant_method", "unnamed")
+        if method not in _PARSERS:
+            raise _refusal(folder, method, f"supported are {', '.join(_PARSERS)}")
+        return _PARSERS[method](config, folder)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder}/config.json: quantization_config cannot be parsed ({error})") from error
 
 
 def _refusal(folder: Path, method: str, reason: str) -> UnsupportedModelError:

@@ -18,7 +18,7 @@ from common.engine.factory import load_executor
 from common.engine.models.checkpoints.quantized.config import parse_quantization
 from common.engine.models.checkpoints.quantized.late_tensors import decoded_tensors
 from common.engine.models.implementation import ModelSource, load_config
-from common.errors import ConfigError, UnsupportedModelError
+from common.errors import ConfigError
 
 MAX_NEW = 6
 KINDS = ["fp8 in blocks", "fp8 by channel", "gptq, act-order", "awq", "compressed, packed int4 with zero points"]
@@ -108,10 +108,17 @@ def test_biases_of_zeros_are_ignored_and_others_are_an_error(tmp_path: Path) -> 
         load(quantized)
 
 
-def test_another_method_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        ({"quant_method": "mxfp4"}, r"quantized checkpoint \(mxfp4\) is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, r"config\.json: quantization_config cannot be parsed \("),
+    ],
+)
+def test_another_method_and_values_of_a_wrong_type_are_refused(tmp_path: Path, quantization: Any, words: str) -> None:
     file = make_library_model(tmp_path, "OlmoForCausalLM") / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(UnsupportedModelError, match=r"quantized checkpoint \(mxfp4\) is not supported"):
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantization}))
+    with pytest.raises(ConfigError, match=words):
         load_config(ModelSource(str(tmp_path)))
 
 
