@@ -389,6 +389,8 @@ class _Observer:
             complaint = f"its attention has {k.shape[1]} heads of keys and {v.shape[1]} of values"
         elif sinks is not None and not names:
             complaint = "its attention sinks are not weights of the layer"
+        elif given.get("sliding_window", 1) < 1:
+            complaint = f"its attention has a window of {given['sliding_window']} tokens (sliding_window)"
         attention = LayerAttention(
             scale=given.get("scaling"),
             window=given.get("sliding_window"),

@@ -465,14 +465,17 @@ def test_a_decoder_whose_tokens_see_later_tokens_is_refused_by_both_implementati
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("architecture", "changes", "words"),
     [
-        ({"model_type": ["deepseek_v3"]}, "transformers cannot read config.json"),
-        ({"num_attention_heads": 0}, "0 query heads are not a multiple of 0 KV heads"),
+        ("OlmoForCausalLM", {"model_type": ["olmo"]}, "transformers cannot read config.json"),
+        ("DeepseekV3ForCausalLM", {"num_attention_heads": 0}, "0 query heads are not a multiple of 0 KV heads"),
+        ("MistralForCausalLM", {"sliding_window": 0}, r"attention has a window of 0 tokens \(sliding_window\)"),
     ],
 )
-def test_impossible_values_are_refused_with_a_sentence(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    file = make_library_model(tmp_path, "DeepseekV3ForCausalLM") / "config.json"
+def test_impossible_values_are_refused_with_a_sentence(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], words: str
+) -> None:
+    file = make_library_model(tmp_path, architecture) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises(UnsupportedModelError, match=words):
         TransformersConfig.load(str(tmp_path))
