@@ -468,6 +468,7 @@ def test_a_decoder_whose_tokens_see_later_tokens_is_refused_by_both_implementati
     ("architecture", "changes", "words"),
     [
         ("OlmoForCausalLM", {"model_type": ["olmo"]}, "transformers cannot read config.json"),
+        ("OlmoForCausalLM", {"vocab_size": "many"}, "transformers cannot read config.json .*'vocab_size' expected int"),
         ("DeepseekV3ForCausalLM", {"num_attention_heads": 0}, "0 query heads are not a multiple of 0 KV heads"),
         ("MistralForCausalLM", {"sliding_window": 0}, r"attention has a window of 0 tokens \(sliding_window\)"),
     ],
