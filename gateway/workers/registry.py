@@ -227,7 +227,8 @@ class Registry:
         if register.vocab_size < self._num_token_ids:
             return (
                 f"the gateway's tokenizer has {self._num_token_ids} ids, the model of node {register.name} only"
-                f" {register.vocab_size}: give both the same --model"
+                f" {register.vocab_size}: give both the same --model, whose tokenizer.json has no tokens beyond the"
+                " vocab_size of its config.json"
             )
         if self._tokenizer_digest and register.tokenizer_digest not in ("", self._tokenizer_digest):
             return (
