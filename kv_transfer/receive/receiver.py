@@ -471,15 +471,6 @@ class Receiver:
         """Prefill nodes from which pages can come, or should and cannot; the latter have a problem."""
         return self._connections.states()
 
-    def peers(self) -> Sequence[str]:
-        """Prefill nodes to which this node has offered its pool."""
-        return list(self._connections.by_peer)
-
-    def close(self) -> None:
-        for peer in self.peers():
-            self.peer_lost(peer)
-        self._transport.close()
-
     def check(self) -> None:
         self._table.check()
         for session in self._table.sessions.values():

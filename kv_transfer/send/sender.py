@@ -458,11 +458,6 @@ class Sender:
         """Decode nodes that have offered their pool; only these can be lost."""
         return list(dict.fromkeys([*self._connections.by_peer, *self._table.peers()]))
 
-    def close(self) -> None:
-        for peer in self.peers():
-            self.peer_lost(peer)
-        self._transport.close()
-
     def check(self) -> None:
         self._table.check()
         sessions = self._table.all()

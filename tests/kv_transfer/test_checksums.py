@@ -305,8 +305,8 @@ class Ends:
             time.sleep(0.001)
 
     def close(self) -> None:
-        self.sender.close()
-        self.receiver.close()
+        self.writer.close()
+        self.reader.close()
 
 
 @pytest.mark.parametrize("is_device", [False, True], ids=["host", "device"])

@@ -86,7 +86,7 @@ def test_death_of_a_writer_fails_its_transfers_and_frees_their_pages() -> None:
     assert failure(pair).code is ErrorCode.NODE_LOST
     assert pair.pairs_lost == 1
     assert pair.allocator.num_free == pair.num_pages
-    assert list(pair.receiver.peers()) == []
+    assert not pair.receiver.is_connected(PREFILL)
 
 
 def test_a_new_connection_proves_that_writes_of_the_old_one_have_ended() -> None:
@@ -186,16 +186,16 @@ def test_requests_without_a_grant_survive_a_new_connection(pair: TransferPair) -
     assert isinstance(pair.events[KEY], Completed)
 
 
-def test_close_releases_everything(pair: TransferPair) -> None:
+def test_nodes_that_lose_each_other_release_everything(pair: TransferPair) -> None:
     pair.open(KEY, 2)
     pair.begin(KEY, 2)
     pair.run()
-    pair.sender.close()
+    pair.sender.peer_lost(DECODE)
     pair.settle()
     assert not pair.released[KEY].ok
     pair.poll()
     assert pair.allocator.count(Owner.GRANT) == 2  # the prefill node may come back
-    pair.receiver.close()
+    pair.receiver.peer_lost(PREFILL)
     pair.settle()
     assert failure(pair).code is ErrorCode.NODE_LOST
     pair.assert_nothing_is_held()

@@ -78,7 +78,7 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
     assert [release.ok for release in released] == [True]
     assert [set(store.read(page)) for page in pages] == [{content(KEY, index)} for index in (1, 2, 3)]
     allocator.free(pages, Owner.GRANT)
-    sender.close()
+    sender.peer_lost(DECODE)
     receiver.poll(0.0)
     assert not receiver.is_connected(PREFILL)
 

@@ -64,7 +64,6 @@ def test_a_whole_transfer_over_tcp(reader: TcpReader, writer: TcpWriter, store: 
     assert [release.ok for release in node.released] == [True]
     assert [set(store.read(page)) for page in pages] == [{content(key, index)} for index in (1, 2, 3)]
     node.allocator.free(pages, Owner.GRANT)
-    node.sender.close()
 
 
 def test_pages_come_back_at_once_when_the_peer_is_lost(reader: TcpReader, writer: TcpWriter, store: MemfdStore) -> None:
@@ -79,7 +78,6 @@ def test_pages_come_back_at_once_when_the_peer_is_lost(reader: TcpReader, writer
     node.receiver.poll(0.0)  # without a message from the writer
     assert node.allocator.num_free == NUM_PAGES
     assert isinstance(node.receiver.take()[1][0], TransferFailed)
-    node.sender.close()
 
 
 def cut(writer: TcpWriter) -> None:
@@ -108,7 +106,6 @@ def test_a_cut_connection_is_restored_and_its_transfers_continue(
     assert [set(store.read(page)) for page in pages] == [{content(key, index)} for index in range(3)]
     assert node.receiver.counters()["reconnects"] == node.sender.counters()["broken_pairs"] == 1
     assert node.sender.counters()["pages_sent"] == 3
-    node.sender.close()
 
 
 def test_a_connection_that_is_cut_repeatedly_ends_its_transfers_with_pair_and_transport_named(
@@ -140,4 +137,3 @@ def test_a_connection_that_is_cut_repeatedly_ends_its_transfers_with_pair_and_tr
     node.turn()
     assert [release.ok for release in node.released] == [False]
     node.connect()
-    node.sender.close()

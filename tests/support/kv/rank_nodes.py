@@ -189,8 +189,6 @@ class RankNodes:
         self.until(lambda: self.allocator.num_free == self.source_allocator.num_free == NUM_PAGES)
 
     def close(self) -> None:
-        for end in (self.sender, self.receiver):
-            end.close()
         self.source.close()
         self.target.close()
         for store in (*self.source.stores, *self.target.stores):
