@@ -107,7 +107,7 @@ def _serve(config: NodeConfig, factories: Mapping[Role, RoleFactory], rank_modul
     try:
         if config.http_port is not None:
             http = listen(config.http_host, config.http_port)
-        with RankProcesses(config.tp, module=rank_module) as ranks:
+        with RankProcesses(config.tp, rank_module) as ranks:
             return _serve_model(config, factories, ranks, endpoint=endpoint, http=http)
     finally:
         if http is not None:

@@ -1,6 +1,4 @@
-"""``python -m common.node.tensor_parallel.rank_main DESCRIPTOR``: a rank other than 0, which rank 0 has started.
-
-``scripts.serving.rank`` does the same, and transfers pages too.
+"""A rank other than 0, as a process that rank 0 has started.
 
 It ends when its connection to rank 0 does, whatever ended that, so that no rank outlives its node. While it
 loads weights, it does not notice that: if rank 0 is killed, the kernel kills it too.
@@ -49,12 +47,12 @@ _PR_SET_PDEATHSIG = 1  # Linux; Python has no name for it
 ServeTransfers = Callable[[socket.socket, "KVPool"], None]
 
 
-def main(serve_transfers: ServeTransfers | None = None) -> int:
-    """Run this rank; returns the exit status: 1 if it has failed, 0 if rank 0 has ended the connection or has been told
-    why this rank cannot load its part of the model.
+def main(serve_transfers: ServeTransfers) -> int:
+    """Run this rank over the socket whose descriptor is the first word of the command line.
 
-    Args:
-        serve_transfers: None if rank 0 transfers nothing.
+    Returns:
+        The exit status: 1 if it has failed, 0 if rank 0 has ended the connection or has been told why this rank cannot
+        load its part of the model.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 drains first, and then ends this process
@@ -80,7 +78,7 @@ def main(serve_transfers: ServeTransfers | None = None) -> int:
     return 0
 
 
-def _serve(channel: RankChannel, load: LoadModel, serve_transfers: ServeTransfers | None) -> None:
+def _serve(channel: RankChannel, load: LoadModel, serve_transfers: ServeTransfers) -> None:
     """Load this rank's part of the model, and do what rank 0 says until it ends the connection.
 
     Raises:
@@ -117,7 +115,7 @@ def _serve(channel: RankChannel, load: LoadModel, serve_transfers: ServeTransfer
 
 
 def _handle_messages(
-    channel: RankChannel, executor: "RankExecutor", pool: "KVPool", serve_transfers: ServeTransfers | None
+    channel: RankChannel, executor: "RankExecutor", pool: "KVPool", serve_transfers: ServeTransfers
 ) -> None:
     """Do what rank 0 says until it ends the connection.
 
@@ -129,7 +127,6 @@ def _handle_messages(
     while True:
         message, descriptors = channel.receive()
         if isinstance(message, Transfer):
-            assert serve_transfers is not None
             if descriptors:  # otherwise this process has none left, and rank 0 finds the connection closed
                 _start_transfers(serve_transfers, socket.socket(fileno=descriptors[0]), pool)
             continue
@@ -207,7 +204,3 @@ def end_rank(status: int) -> NoReturn:
     """End this process without waiting for the threads of torch."""
     logging.shutdown()
     os._exit(status)
-
-
-if __name__ == "__main__":
-    end_rank(main())

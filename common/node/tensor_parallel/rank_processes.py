@@ -102,10 +102,10 @@ class RankProcesses:
 
     Args:
         num_ranks: including rank 0, which is this process; 1: there are no others.
-        module: the main module of the others.
+        module: the main module of the others, such as ``scripts.serving.rank``.
     """
 
-    def __init__(self, num_ranks: int, *, module: str = "common.node.tensor_parallel.rank_main") -> None:
+    def __init__(self, num_ranks: int, module: str) -> None:
         self.num_ranks = num_ranks
         self._module = module
         self._others: list[_RankProcess] = []

@@ -52,7 +52,7 @@ def test_a_shorter_context_bounds_what_a_node_plans_for_and_a_longer_one_is_refu
 
 def test_a_node_loads_its_model_with_a_shorter_context() -> None:
     config = NodeConfig(model=str(SMALL_MODEL), device="cpu", context_length=20, max_total_tokens=64)
-    model, executor, capacity = load_model(config, RankProcesses(1))
+    model, executor, capacity = load_model(config, RankProcesses(1, ""))
     executor.close()
     assert (model.context_length, capacity.context_length, capacity.num_pages) == (20, 20, 4)
 
@@ -64,7 +64,7 @@ def test_a_device_without_memory_for_the_first_step_is_refused_by_flag(monkeypat
     monkeypatch.setattr(TorchExecutor, "warm_up", full)
     config = NodeConfig(model=str(SMALL_MODEL), device="cpu", context_length=20, max_total_tokens=64)
     with pytest.raises(ConfigError, match=r"for a step .* lower --memory-fraction .*Tried to allocate 2 MiB\)"):
-        load_model(config, RankProcesses(1))
+        load_model(config, RankProcesses(1, ""))
 
 
 def test_a_node_with_more_threads_than_cpus_is_refused_before_its_weights_are_read(
@@ -73,7 +73,7 @@ def test_a_node_with_more_threads_than_cpus_is_refused_before_its_weights_are_re
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     config = NodeConfig(model=str(SMALL_MODEL), device="cpu", threads=3)
     with pytest.raises(ConfigError, match=r"--threads 3: this process may use 2 CPUs.* give at most 2"):
-        load_model(config, RankProcesses(1))
+        load_model(config, RankProcesses(1, ""))
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(None, 2), (1, 1), (2, 2), (4, 4)])

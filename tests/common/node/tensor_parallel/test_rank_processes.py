@@ -28,6 +28,9 @@ from common.node.loading.model_loading import check_ranks
 from common.node.tensor_parallel.channel import LoadModel
 from common.node.tensor_parallel.rank_processes import RankProcesses
 
+#: The main module of ranks other than 0.
+RANK = "scripts.serving.rank"
+
 
 def load_of(model: Path, num_ranks: int, **options: Any) -> LoadModel:
     load = LoadModel(
@@ -72,7 +75,7 @@ def test_a_rank_that_is_killed_ends_the_computation_and_leaves_nothing_behind(tm
     folder = make_model(tmp_path)
     [(prompt, expected)] = draw_prompts(folder, [40], 3)
     lost: queue.Queue[Exception] = queue.Queue()
-    with RankProcesses(2) as ranks:
+    with RankProcesses(2, RANK) as ranks:
         ranks.start(load_of(folder, 2))
         executor = executor_of(folder, ranks)
         ranks.watch(lost.put)
@@ -95,7 +98,7 @@ def test_a_rank_that_is_killed_ends_the_computation_and_leaves_nothing_behind(tm
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_ends_the_computation(tmp_path: Path) -> None:
     folder = make_model(tmp_path)
-    with RankProcesses(2) as ranks:
+    with RankProcesses(2, RANK) as ranks:
         ranks.start(load_of(folder, 2))
         executor = executor_of(folder, ranks)
         [pid] = ranks.pids
@@ -120,7 +123,7 @@ def test_a_rank_that_cannot_load_the_model_refuses_the_start(
     tmp_path: Path, options: dict[str, str], reason: str
 ) -> None:
     folder = make_model(tmp_path)
-    with RankProcesses(2) as ranks:
+    with RankProcesses(2, RANK) as ranks:
         ranks.start(load_of(folder, 2, **options))
         with pytest.raises(ConfigError, match=rf"rank 1 of this node cannot load the model: {reason}"):
             executor_of(folder, ranks)
@@ -138,7 +141,7 @@ def test_a_group_finds_its_store_again_after_it_has_formed(tmp_path: Path, monke
 
     monkeypatch.setattr("common.engine.tensor_parallel.group.open_group", noting)
     folder = make_model(tmp_path)
-    with RankProcesses(2) as ranks:
+    with RankProcesses(2, RANK) as ranks:
         ranks.start(load_of(folder, 2))
         executor = executor_of(folder, ranks)
         [store] = stores
@@ -153,7 +156,7 @@ def test_ranks_read_adapters_while_steps_go_on_and_name_the_one_that_cannot(tmp_
     adapter = make_adapter(tmp_path / "loras" / "a", folder)
     [(prompt, plain)] = draw_prompts(folder, [40], 3)
     [(other, expected)] = draw_prompts(merge(tmp_path / "merged", folder, adapter), [40], 3)
-    with RankProcesses(2) as ranks:
+    with RankProcesses(2, RANK) as ranks:
         ranks.start(load_of(folder, 2))
         executor = executor_of(folder, ranks)
         with pytest.raises(ConfigError, match=r"rank 1 of this node: .*: has changed while it was loaded"):
@@ -194,7 +197,7 @@ def test_a_rank_that_loads_the_model_ends_with_its_node(tmp_path: Path) -> None:
         import msgspec, sys
         from common.node.tensor_parallel.channel import LoadModel
         from common.node.tensor_parallel.rank_processes import RankProcesses
-        ranks = RankProcesses(2)
+        ranks = RankProcesses(2, {RANK!r})
         ranks.start(msgspec.json.decode({load!r}, type=LoadModel))
         print(*ranks.pids, flush=True)
         sys.stdin.read()
@@ -213,7 +216,7 @@ def test_a_rank_that_loads_the_model_ends_with_its_node(tmp_path: Path) -> None:
 
 
 def test_one_rank_starts_no_process() -> None:
-    with RankProcesses(1) as ranks:
+    with RankProcesses(1, RANK) as ranks:
         assert ranks.pids == []
 
 
