@@ -15,7 +15,7 @@ from common.cache.kv_window import KVWindow
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import packed_tokens
-from common.cache.tree_node import Match, Pending, TreeNode
+from common.cache.tree_node import Match, Pending
 from common.errors import invariant
 from common.request import Request, RequestKey
 from common.scheduling.victim_selection import has_room
@@ -73,7 +73,7 @@ class PageReservations:
             is_here: the remaining tokens are computed here, not received.
         """
         if not self.kv_window.is_cached(request.num_decodable):
-            return Match([], 0, TreeNode(None, b"", []))
+            return Match()
         received_from = None if is_here else self._received_from(request)
         tokens = packed_tokens(request, request.num_decodable)
         return self._cache.match(tokens, request.salt, received_from=received_from)

@@ -453,7 +453,7 @@ class PrefillScheduler:
         match = self._cache.match(packed_tokens(request, request.num_cacheable), request.salt)
         num_tokens = request.num_tokens
         if self._kv_window.prefers_ring(num_tokens, match, self._allocator.num_pages):
-            return self._kv_window.pages_to_compute(num_tokens), TreeNode(None, b"", [])
+            return self._kv_window.pages_to_compute(num_tokens), TreeNode()
         return self._kv_window.num_pages(num_tokens) - len(match.pages), match.node
 
     def _retract(self, request: Request, now: float, reason: str, other: Request) -> None:

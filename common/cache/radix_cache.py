@@ -80,7 +80,7 @@ class RadixCache:
         """``match``, even where window pages are missing."""
         root = self._roots.get(salt)
         if root is None:
-            return Match([], 0, TreeNode(None, b"", [], salt=salt))
+            return Match(node=TreeNode(salt=salt))
         node, offset, pending = self._walk(root, pack(tokens))
         pages: list[int] = []
         for part in node.path():
@@ -184,7 +184,7 @@ class RadixCache:
         if self.is_enabled:
             root = self._roots.get(salt)
             if root is None:
-                root = self._roots[salt] = TreeNode(None, b"", [], salt=salt)
+                root = self._roots[salt] = TreeNode(salt=salt)
             self._watches.place(watch, root, 0)
         return watch
 
@@ -211,7 +211,7 @@ class RadixCache:
         """
         key = pack(tokens)
         assert len(key) == len(pages) * self._page_bytes, "tokens must be whole pages"
-        root = self._roots.get(salt) or TreeNode(None, b"", [], salt=salt)
+        root = self._roots.get(salt) or TreeNode(salt=salt)
         if not self.is_enabled:
             return Inserted(root, len(pages), 0)
         node, offset, pending = self._walk(root, key)
@@ -238,7 +238,7 @@ class RadixCache:
         assert pages
         key = pack(tokens)
         assert len(key) % self._page_bytes == 0
-        root = self._roots.get(salt) or TreeNode(None, b"", [], salt=salt)
+        root = self._roots.get(salt) or TreeNode(salt=salt)
         node, offset, pending = self._walk(root, key)
         assert pending is None, "part of this prefix is pending already; wait for it"
         assert len(key) - offset == len(pages) * self._page_bytes, "the prefix of the pending pages is not in the tree"

@@ -70,9 +70,9 @@ class TreeNode:
         watchers: watches whose cached tokens end at this node, by the page that follows.
     """
 
-    parent: "TreeNode | None"
-    key: TokenKey
-    pages: list[int]
+    parent: "TreeNode | None" = None
+    key: TokenKey = b""
+    pages: list[int] = field(default_factory=list)
     serial: int = 0
     salt: str = ""
     children: "dict[TokenKey, TreeNode]" = field(default_factory=dict)
@@ -117,16 +117,16 @@ class Pending:
 
 @dataclass(slots=True)
 class Match:
-    """Result of a match: the pages, length and deepest node of the longest ready prefix.
+    """Result of a match: the pages, length and deepest node of the longest ready prefix; by default, nothing matches.
 
     Attributes:
         node: the root if nothing matches.
         pending: pending node that continues the prefix; all its tokens match too. None if there is none.
     """
 
-    pages: list[int]
-    num_tokens: int
-    node: TreeNode
+    pages: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    node: TreeNode = field(default_factory=TreeNode)
     pending: TreeNode | None = None
 
 

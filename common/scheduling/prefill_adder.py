@@ -23,7 +23,7 @@ from common.cache.kv_window import KVWindow, ring_table
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import packed_tokens
-from common.cache.tree_node import Match, TreeNode
+from common.cache.tree_node import Match
 from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within
@@ -272,8 +272,7 @@ class PrefillAdder:
                 return result
             if not kv_window.prefers_ring(num_tokens, match, self._allocator.num_pages):
                 return result
-        nothing = Match([], 0, TreeNode(None, b"", []))
-        return self._add(request, nothing, kv_window.pages_to_compute(num_tokens), most, is_ring=True)
+        return self._add(request, Match(), kv_window.pages_to_compute(num_tokens), most, is_ring=True)
 
     def _add(
         self, request: Request, match: Match, num_pages: int, most: int | None, *, is_ring: bool = False

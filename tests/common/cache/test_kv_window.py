@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cache.kv_window import UNBOUNDED, KVWindow, reuse_page, ring_table
-from common.cache.tree_node import Match, TreeNode
+from common.cache.tree_node import Match
 from common.request import Request
 from common.sampling_params import SamplingParams
 
 PAGE = 4
-NOTHING = Match([], 0, TreeNode(None, b"", []))
+NOTHING = Match()
 windows = st.builds(KVWindow.of_prefill, st.integers(1, 9), st.integers(1, 40), st.integers(1, 20))
 
 
