@@ -12,7 +12,7 @@ from common.config.scheduling import SchedulingOptions, check_scheduling, is_use
 from common.config.shared import (
     NEEDS_KEYS,
     DrainOptions,
-    LocalPrefill,
+    LocalPrefillMode,
     ModelOptions,
     Role,
     check_keys,
@@ -28,7 +28,7 @@ GROUP = re.compile(r"([0-9a-f]{8,64}):([0-9]{1,3})/([0-9]{1,3})")
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
-    local_prefill: LocalPrefill = option(
+    local_prefill: LocalPrefillMode = option(
         "never",
         "Whether decode nodes compute prompts themselves: never, auto (if that delays requests less, by the nodes' "
         "measurements) or always (without prefill nodes).",

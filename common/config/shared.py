@@ -16,7 +16,7 @@ from common.wire.address import check_host
 Role = Literal["prefill", "decode"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
-LocalPrefill = Literal["never", "auto", "always"]
+LocalPrefillMode = Literal["never", "auto", "always"]
 WeightDtype = Literal["auto", "int8", "int4"]
 ModelImplementation = Literal["auto", "native", "transformers"]
 #: Values of ``--load-format``. Others name formats that are not read, and are refused by ``check_model_source``.

@@ -12,11 +12,12 @@ nodes.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common.config.shared import LocalPrefillMode
 from gateway.workers.routing.candidates import (
     ALL_NODES,
     NUM_ROWS,
@@ -39,8 +40,6 @@ MIN_STALE_ROWS = 64
 MAX_TOKENS = 1 << 52
 #: Groups that are kept, the most recently used: one, and one for each LoRA adapter that requests ask for.
 MAX_GROUPS = 64
-
-LocalPrefill = Literal["never", "auto", "always"]
 
 
 class WorkerPair(NamedTuple):
@@ -110,7 +109,7 @@ class Router:
     """
 
     def __init__(
-        self, *, piece_tokens: int = 64, max_pieces: int = 200_000, local_prefill: LocalPrefill = "never",
+        self, *, piece_tokens: int = 64, max_pieces: int = 200_000, local_prefill: LocalPrefillMode = "never",
         local_threshold: int | None = None, max_dispatch_ahead: int = 64,
     ) -> None:  # fmt: skip
         self._max_dispatch_ahead = max_dispatch_ahead

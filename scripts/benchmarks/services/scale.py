@@ -35,11 +35,11 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME, Role
+from common.config.shared import SMALL_MODEL, SMALL_MODEL_NAME, LocalPrefillMode, Role
 from common.errors import BatonError, ConfigError
 from common.system.open_files import raise_open_file_limit
 from common.wire.key_folder import load_keys
-from gateway.workers.routing.router import LocalPrefill, Router
+from gateway.workers.routing.router import Router
 from scripts.benchmarks.harness.cpu_contention import cpu_seconds
 from scripts.benchmarks.harness.options import comma_separated
 from scripts.benchmarks.services.cpu_quota import MAX_PERCENT, MIN_PERCENT, cpu_quota, why_no_quota
@@ -56,7 +56,7 @@ VOCABULARY, SHARED_PREFIXES = 4_000, 50
 #: Prompt lengths for the router alone, and that of the service; processes among which its nodes are divided.
 PAIRING_TOKENS, PROMPT_TOKENS, NUM_PROCESSES = (100, 8_000), 100, 2
 COMPLETIONS = "/v1/completions"
-MODES: dict[str, LocalPrefill] = {"prefill nodes": "never", "--local-prefill auto": "auto"}
+MODES: dict[str, LocalPrefillMode] = {"prefill nodes": "never", "--local-prefill auto": "auto"}
 #: How long the benchmark waits for each state, and how long nodes may be silent. All of them are in few processes.
 WAIT_S, NODE_TIMEOUT_S = 300.0, 60.0
 END_OF_STREAM = b"\r\n0\r\n\r\n"
@@ -83,7 +83,7 @@ class BenchNode:
     failed_peers: frozenset[str] = frozenset()
 
 
-def pairing(num_nodes: int, num_tokens: int, mode: LocalPrefill, num_choices: int) -> tuple[float, float]:
+def pairing(num_nodes: int, num_tokens: int, mode: LocalPrefillMode, num_choices: int) -> tuple[float, float]:
     """Median microseconds of hashing a prompt, and of choosing its pair with all else that this takes.
 
     Three of ten nodes are prefill nodes.
