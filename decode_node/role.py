@@ -6,7 +6,6 @@ pages of a broken transfer are safe again. Tokens and errors go straight to the 
 
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
 
 from common.cache.page_allocator import Owner
 from common.cache.radix_cache import RadixCache
@@ -515,7 +514,7 @@ class DecodeRole:
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
-    def files(self) -> Sequence[Any]:
+    def files(self) -> Sequence[int]:
         return [*self._receiver.files(), *self._moves.files()]
 
     def transports(self) -> Sequence[str]:

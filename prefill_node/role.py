@@ -6,7 +6,6 @@ error go straight to the gateway.
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
 
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
@@ -334,7 +333,7 @@ class PrefillRole:
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
-    def files(self) -> Sequence[Any]:
+    def files(self) -> Sequence[int]:
         return self._sender.files()
 
     def transports(self) -> Sequence[str]:

@@ -193,7 +193,7 @@ class EventLoop:
             self._links.remind(now)
 
     def _wait(self, longest_s: float) -> None:
-        files = [int(file) for file in self._role.files()]
+        files = list(self._role.files())
         for file in self._files:
             if file not in files:
                 self._poller.unregister(file)

@@ -5,7 +5,7 @@ Roles are pure except for the transfer endpoint that is handed to them.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
@@ -106,7 +106,7 @@ class NodeRole(Protocol):
         """End every request with this message and code: ``SHUTTING_DOWN``, or ``INTERNAL`` if the node failed."""
         ...
 
-    def files(self) -> Sequence[Any]:
+    def files(self) -> Sequence[int]:
         """File descriptors that wake the loop for a ``tick`` when they are readable."""
         ...
 
