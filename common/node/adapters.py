@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
 from common.config.lora import ADAPTER_NAME, NAME_RULE, adapters_at_start
 from common.config.node import NodeConfig
 from common.errors import ConfigError
+from common.node.gateways.gateway_link import GatewayLink
 from common.wire.messages import MAX_SENTENCE, Adapter, Adapters, LoadAdapter, UnloadAdapter
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Asked(NamedTuple):
         link: the connection to the gateway.
     """
 
-    link: Any
+    link: GatewayLink
     message: LoadAdapter | UnloadAdapter
 
 
@@ -128,7 +129,7 @@ class NodeAdapters:
 
     # ---- changes while the node serves ------------------------------------------------------------------------------
 
-    def begin(self, link: Any, message: LoadAdapter | UnloadAdapter) -> None:
+    def begin(self, link: GatewayLink, message: LoadAdapter | UnloadAdapter) -> None:
         """Begin a change; ``take`` returns its answer, soon or once it is over."""
         asked = Asked(link, message)
         try:
@@ -216,7 +217,7 @@ class NodeAdapters:
         """Whether ``take`` may return something."""
         return bool(self._withdrawn) or not self._read.empty()
 
-    def take(self, in_use: Collection[str], gateways: Collection[str]) -> list[tuple[Any, Adapters]]:
+    def take(self, in_use: Collection[str], gateways: Collection[str]) -> list[tuple[GatewayLink | None, Adapters]]:
         """Finish changes; returns the answers with the connections on which they were asked for, and what is to be
         told to every gateway without a connection.
 
@@ -224,7 +225,7 @@ class NodeAdapters:
             in_use: ids of the adapters of the requests that are on this node.
             gateways: incarnations of those that may send requests with an adapter that is withdrawn.
         """
-        answers: list[tuple[Any, Adapters]] = []
+        answers: list[tuple[GatewayLink | None, Adapters]] = []
         while not self._read.empty():
             read = self._read.get()
             error = self._finish_load(read)

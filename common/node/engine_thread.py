@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from common.errors import RequestError
+from common.node.gateways.gateway_link import GatewayLink
 from common.node.monitoring.request_stats import StepStats
 from common.node.profiler import NO_FOLDER, Profiler
 from common.step_plan import StepPlan, StepResult
@@ -94,7 +95,7 @@ class EngineThread:
         self._max_outstanding = max_outstanding
         # Not a SimpleQueue: before Python 3.13, its ``get`` may block for good if its timeout has passed too early.
         self._plans: queue.Queue[StepPlan | ProfileOrder | None] = queue.Queue()
-        self._answers: queue.SimpleQueue[tuple[Any, ProfileAnswer]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[GatewayLink, ProfileAnswer]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
         self._grammars: queue.SimpleQueue[CompiledGrammar] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -152,7 +153,7 @@ class EngineThread:
         self.num_outstanding += 1
         self._plans.put(plan)
 
-    def profile(self, message: StartProfile | StopProfile, asker: Any) -> None:
+    def profile(self, message: StartProfile | StopProfile, asker: GatewayLink) -> None:
         """Start or stop a profile between two steps; ``take_answers`` has the answer later."""
 
         def answer(said: ProfileAnswer) -> None:
@@ -164,7 +165,7 @@ class EngineThread:
         else:
             self._plans.put(ProfileOrder(message, answer))
 
-    def take_answers(self) -> Iterator[tuple[Any, ProfileAnswer]]:
+    def take_answers(self) -> Iterator[tuple[GatewayLink, ProfileAnswer]]:
         """The answers of the profiler since the last call, each with its asker."""
         while not self._answers.empty():
             yield self._answers.get()
