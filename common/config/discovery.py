@@ -1,7 +1,6 @@
 """Options of discovery through etcd, for gateways and nodes."""
 
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from common.config.options import check_unset, option
@@ -30,7 +29,7 @@ class DiscoveryOptions:
         return () if self.etcd is None else tuple(self.etcd.split(","))
 
 
-def check_discovery(config: Any) -> None:
+def check_discovery(config: DiscoveryOptions) -> None:
     """Raises ConfigError: the options of etcd do not fit together."""
     if config.etcd is None:
         check_unset(config, ("etcd_prefix", "etcd_ca", "etcd_cert", "etcd_cert_key"), "needs --etcd")

@@ -302,7 +302,7 @@ def check_announced(config: GatewayConfig) -> None:
             )
 
 
-def check_group(config: Any) -> None:
+def check_group(config: GatewayConfig) -> None:
     if config.group is None:
         return
     if not GROUP.fullmatch(config.group):
@@ -311,7 +311,7 @@ def check_group(config: Any) -> None:
         raise ConfigError("--group needs --listen-fd, the socket that the gateways share; serve --workers gives both")
 
 
-def check_auto_roles(config: Any) -> None:
+def check_auto_roles(config: RoutingOptions) -> None:
     if config.auto_roles and config.local_prefill == "always":
         raise ConfigError("--auto-roles has no effect with --local-prefill always, which needs no prefill nodes")
     if not config.auto_roles and config.auto_roles_per_hour != RoutingOptions.auto_roles_per_hour:

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from common.config.options import check_unset, option
 from common.errors import ConfigError
@@ -155,21 +154,21 @@ def parse_weights(texts: Iterable[str], flag: str) -> dict[str, float]:
     return weights
 
 
-def check_scheduling(config: Any) -> None:
+def check_scheduling(config: SchedulingOptions) -> None:
     check_policy(config.schedule_policy)
     _check_policy_options(config)
     _check_classes(config)
     _check_priorities(config)
 
 
-def _check_policy_options(config: Any) -> None:
+def _check_policy_options(config: SchedulingOptions) -> None:
     for name, policy in (("lpm_degrade_threshold", "lpm"), ("schedule_seed", "random"), ("tenant_shares", "fair")):
         if config.schedule_policy != policy:
             check_unset(config, (name,), f"has no effect without --schedule-policy {policy}; add that")
     config.tenant_weights  # noqa: B018  # raises if a weight is invalid
 
 
-def _check_priorities(config: Any) -> None:
+def _check_priorities(config: SchedulingOptions) -> None:
     function = config.priority_function
     if function is not None and not is_user_defined(function):
         raise ConfigError(f"--priority-function must be MODULE:NAME, not {function!r}")
@@ -191,7 +190,7 @@ def _check_priorities(config: Any) -> None:
         )
 
 
-def _check_classes(config: Any) -> None:
+def _check_classes(config: SchedulingOptions) -> None:
     weights, default = config.class_weights, config.default_priority_class
     if default is not None and default not in weights:
         known = ", ".join(weights) or "none; add --priority-classes"

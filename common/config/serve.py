@@ -58,7 +58,7 @@ class ServeConfig(
             raise ConfigError("--max-queued-requests 0 would make nodes refuse every request; give at least 1")
 
 
-def check_node_ports(config: Any) -> None:
+def check_node_ports(config: ServeConfig) -> None:
     last = (config.http_port or 0) + config.prefill + config.decode - 1
     if config.http_port and last > 65535:
         raise ConfigError(f"--http-port {config.http_port} is too high: the last node would get port {last}")

@@ -254,7 +254,7 @@ class NodeHttpOptions:
     )
 
 
-def check_node_http(config: Any) -> None:
+def check_node_http(config: NodeHttpOptions) -> None:
     check_host("--http-host", config.http_host)
     if config.http_port is None:
         check_unset(config, ("http_host", "health_timeout"), "has no effect with --http-port none; leave one out")
@@ -293,7 +293,7 @@ def check_engine(config: Any) -> None:
     check_revision(config)
 
 
-def check_model_source(config: Any) -> None:
+def check_model_source(config: EngineOptions) -> None:
     if config.load_format not in LOAD_FORMATS:
         raise ConfigError(
             f"--load-format {config.load_format}: only safetensors files are read; convert the checkpoint, and give one"
@@ -315,11 +315,11 @@ def parse_overrides(given: str | None) -> dict[str, Any]:
     return overrides
 
 
-def check_keys(config: Any) -> None:
+def check_keys(config: ModelOptions) -> None:
     if config.keys and config.insecure:
         raise ConfigError("--keys and --insecure exclude each other: --insecure uses no keys; leave one out")
 
 
-def check_revision(config: Any) -> None:
+def check_revision(config: ModelOptions) -> None:
     if config.revision is not None and Path(os.path.expanduser(config.model)).is_dir():
         raise ConfigError(f"--revision is for hub models, but --model {config.model} is a folder; leave one out")
