@@ -28,7 +28,6 @@ def build(context: WorkerContext, ends: TransportEnds) -> PrefillRole:
         scheduler,
         sender,
         cache=context.cache,
-        allocator=context.allocator,
         vocab_size=context.vocab_size,
         adapters=context.adapters,
     )

@@ -7,7 +7,6 @@ error go straight to the gateway.
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 
-from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.errors import RECOVERABLE, ErrorCode, RequestError
 from common.node.gateways.outbox import Outbox
@@ -81,7 +80,6 @@ class PrefillRole:
         sender: Sender,
         *,
         cache: RadixCache,
-        allocator: PageAllocator,
         vocab_size: int,
         adapters: Container[str] = (),
     ) -> None:
@@ -90,7 +88,7 @@ class PrefillRole:
         self._scheduler = scheduler
         self._sender = sender
         self._cache = cache
-        self._allocator = allocator
+        self._allocator = cache.allocator
         self._vocab_size = vocab_size
         self._adapters = adapters
         self._resumed: dict[RequestKey, str] = {}  # with the decode node that asked; the gateway hears nothing

@@ -266,7 +266,6 @@ class LocalCluster:
                 scheduler,
                 sender,
                 cache=cache,
-                allocator=allocator,
                 vocab_size=VOCAB_SIZE,
                 adapters=self._adapters,
             ),
