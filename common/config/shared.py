@@ -14,6 +14,7 @@ from common.errors import ConfigError
 from common.wire.address import check_host
 
 Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
 LocalPrefillMode = Literal["never", "auto", "always"]

@@ -20,13 +20,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common import capacity
-from common.config.shared import Role
+from common.config.shared import ROLES, Role
 from common.wire.messages import ClientLoad
 from gateway.advice.load_meter import LoadMeter, Objectives
 from gateway.advice.node_meter import NodeFigures, NodeMeter, StepModel
 from gateway.workers.registry import Worker
-
-ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from common.config.shared import ROLES
 from common.errors import RECOVERABLE, RequestError
 from common.metrics.node_series import NodeState, node_families
 from common.metrics.series import LabelledCounter, LabelledHistogram
@@ -255,7 +256,7 @@ class _NodeCollector:
         counts = Totals((node.register.model, node.register.role) for node in nodes)
         roles = GaugeMetricFamily("baton_nodes", "Registered nodes by role.", labels=["model", "role"])
         for pool in self._pools:
-            for role in ("prefill", "decode"):
+            for role in ROLES:
                 roles.add_metric([pool.model, role], counts[pool.model, role])
         yield roles
         advised = GaugeMetricFamily(

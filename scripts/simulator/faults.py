@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.config.shared import Role
+from common.config.shared import ROLES, Role
 from scripts.chaos_harness.schedule import FaultKind, NodeState, PlannedFault, choose_target, fault_schedule
 from scripts.simulator.service.cluster import Cluster
 from scripts.simulator.service.node import Node
 
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 SLOWNESS = 5.0
 Strike = Callable[["FaultInjector", Node, PlannedFault], None]
 

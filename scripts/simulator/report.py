@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.config.shared import ROLES
 from scripts.load_tester.analysis.metrics import limited_gap, slo_limits
 from scripts.load_tester.analysis.stats import QUANTILES
 from scripts.load_tester.reporting.formats import counted, milliseconds, per_second, percent
@@ -169,7 +170,7 @@ def figures(
         "latency_s": latencies(good),
         "classes": _by(good, lambda outcome: outcome.planned.class_name),
         "tenants": _by(good, lambda outcome: outcome.planned.tenant),
-        "nodes": {role: _role(cluster.of(role), now) for role in ("prefill", "decode")},
+        "nodes": {role: _role(cluster.of(role), now) for role in ROLES},
         "role_changes": [{"at_s": at, "role": role} for at, role in cluster.role_changes],
         "wire_busy_s": cluster.network.busy_s,
     }

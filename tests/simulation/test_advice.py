@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from common.config.cli import parse
-from common.config.shared import Role
-from gateway.advice.advisor import ROLES, Advice
+from common.config.shared import ROLES, Role
+from gateway.advice.advisor import Advice
 from scripts.load_tester.workload.plan import make_plan
 from scripts.simulator.config import SimulateConfig
 from scripts.simulator.planning.command import make_service_plan

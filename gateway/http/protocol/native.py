@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from common.config.lora import ADAPTER_NAME
+from common.config.shared import Role
 from gateway.http.protocol.decoding import Strict
 from gateway.http.protocol.fields import (
     END,
@@ -111,7 +112,7 @@ class DrainRequest(Strict, kw_only=True):
 class RoleChange(Strict, kw_only=True):
     """``POST /v1/workers/{name}/role``."""
 
-    role: Literal["prefill", "decode"]
+    role: Role
     timeout_s: Annotated[float, Meta(ge=0, le=3_600)] = 30.0  # for the requests that the node has
     force: bool = False  # the last node of its role may change, too
 

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.config.shared import ROLES
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.schedule import FaultKind
 from scripts.chaos_harness.service import ChaosService, Node
 from scripts.chaos_harness.workload import LoadRequest
-
-NODES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Fault(ABC):
 
     name: str
     is_loss = False
-    roles: tuple[str, ...] = NODES
+    roles: tuple[str, ...] = ROLES
     is_silent = False
     may_end = False
 

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-Kind = Literal["prefill", "decode"]
-Local = Literal["never", "auto", "always"]
+from common.config.shared import LocalPrefillMode, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +21,7 @@ class Settings:
     decode_tp: int = 1
     chunk_tokens: int = 8_192
     batch_limit: int = 256
-    local_prefill: Local = "never"
+    local_prefill: LocalPrefillMode = "never"
 
     @property
     def is_colocated(self) -> bool:
@@ -35,7 +33,7 @@ class Settings:
         return self.is_colocated and self.chunk_tokens > 0
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def roles(self) -> tuple[Role, ...]:
         return ("decode",) if self.is_colocated else ("prefill", "decode")
 
     def words(self) -> str:
@@ -64,15 +62,15 @@ class Deployment:
     def num_devices(self) -> int:
         return self.num_prefill * self.settings.prefill_tp + self.num_decode * self.settings.decode_tp
 
-    def count(self, kind: Kind) -> int:
-        return self.num_prefill if kind == "prefill" else self.num_decode
+    def count(self, role: Role) -> int:
+        return self.num_prefill if role == "prefill" else self.num_decode
 
-    def devices_of(self, kind: Kind) -> int:
-        """Devices of one node of this kind."""
-        return self.settings.prefill_tp if kind == "prefill" else self.settings.decode_tp
+    def devices_of(self, role: Role) -> int:
+        """Devices of one node of this role."""
+        return self.settings.prefill_tp if role == "prefill" else self.settings.decode_tp
 
-    def plus(self, kind: Kind, count: int = 1) -> "Deployment":
-        if kind == "prefill":
+    def plus(self, role: Role, count: int = 1) -> "Deployment":
+        if role == "prefill":
             return replace(self, num_prefill=self.num_prefill + count)
         return replace(self, num_decode=self.num_decode + count)
 

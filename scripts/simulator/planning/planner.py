@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from common.config.shared import LocalPrefillMode
 from scripts.simulator.hardware.node_model import NodeModel
 from scripts.simulator.planning import estimate
-from scripts.simulator.planning.deployment import Deployment, Local, Settings
+from scripts.simulator.planning.deployment import Deployment, Settings
 from scripts.simulator.planning.estimate import LoadSize
 from scripts.simulator.planning.search import MAX_FACTOR, Evaluate, Found, Goal, best_settings, capacity, fewest, tune
 
@@ -36,7 +37,7 @@ class Choices:
     decode_tps: tuple[int, ...] = (1,)
     chunks: tuple[int, ...] = (8_192, 2_048)
     batch_limits: tuple[int, ...] = (256, 64)
-    local_prefills: tuple[Local, ...] = ("never", "auto")
+    local_prefills: tuple[LocalPrefillMode, ...] = ("never", "auto")
     page_size: int = 1
 
 
@@ -95,12 +96,12 @@ class PlanResult:
 
     def num_devices(self, deployment: Deployment) -> int:
         """Devices of all nodes. A node of a calibrated profile may have several, whatever its tensor parallelism."""
-        kinds = deployment.settings.kinds
-        return sum(deployment.count(kind) * self.nodes[deployment.devices_of(kind)].num_devices for kind in kinds)
+        roles = deployment.settings.roles
+        return sum(deployment.count(role) * self.nodes[deployment.devices_of(role)].num_devices for role in roles)
 
     def price_per_hour(self, deployment: Deployment) -> float:
-        prices = {kind: self.nodes[deployment.devices_of(kind)].price_per_hour for kind in deployment.settings.kinds}
-        return sum(deployment.count(kind) * price for kind, price in prices.items())
+        prices = {role: self.nodes[deployment.devices_of(role)].price_per_hour for role in deployment.settings.roles}
+        return sum(deployment.count(role) * price for role, price in prices.items())
 
     def price_per_million(self, deployment: Deployment, factor: float = 1.0) -> float:
         """US dollars per million tokens of prompts and outputs."""
@@ -246,8 +247,8 @@ class Planner:
         yield deployment, own
         if own >= MAX_FACTOR:  # nor would it be found with one node more
             return
-        for kind in deployment.settings.kinds:
-            more = deployment.plus(kind)
+        for role in deployment.settings.roles:
+            more = deployment.plus(role)
             yield more, capacity(self._evaluate, more, self._goal, start=max(1.0, own))
 
     def _why_not(self, has_starts: bool) -> str:

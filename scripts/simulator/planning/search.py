@@ -8,11 +8,12 @@ hold, and then takes nodes away while they still do.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from scripts.simulator.planning.deployment import Deployment, Kind, Settings
+from common.config.shared import Role
+from scripts.simulator.planning.deployment import Deployment, Settings
 from scripts.simulator.planning.verdict import Verdict
 
 MAX_GROWTHS = 24
-#: Share of a kind's nodes that are added at once, near the target and far from it.
+#: Share of a role's nodes that are added at once, near the target and far from it.
 GROWTH, FAST_GROWTH, FAR = 0.15, 0.5, 0.25
 #: Factors by which ``capacity`` steps up, and how close it comes.
 CAPACITY_STEP, CAPACITY_TOLERANCE = 1.25, 0.06
@@ -62,9 +63,9 @@ def fewest(evaluate: Evaluate, start: Deployment, goal: Goal, *, factor: float =
         verdict = evaluate(current, factor)
         if goal.is_held(verdict):
             return _shrink(evaluate, Found(current, verdict), goal, factor)
-        kind: Kind = "decode" if current.settings.is_colocated or verdict.short_of == "decode" else "prefill"
+        role: Role = "decode" if current.settings.is_colocated or verdict.short_of == "decode" else "prefill"
         growth = FAST_GROWTH if goal.share - verdict.share > FAR else GROWTH
-        current = current.plus(kind, max(1, round(current.count(kind) * growth)))
+        current = current.plus(role, max(1, round(current.count(role) * growth)))
     return None
 
 
@@ -72,9 +73,9 @@ def _shrink(evaluate: Evaluate, found: Found, goal: Goal, factor: float) -> Foun
     """Take away nodes while the objectives hold, those with most devices first."""
     while True:
         deployment = found.deployment
-        kinds = sorted(deployment.settings.kinds, key=deployment.devices_of, reverse=True)
-        steps = [(kind, count) for kind in kinds for count in dict.fromkeys((max(1, deployment.count(kind) // 8), 1))]
-        smaller = [deployment.plus(kind, -count) for kind, count in steps if deployment.count(kind) > count]
+        roles = sorted(deployment.settings.roles, key=deployment.devices_of, reverse=True)
+        steps = [(role, count) for role in roles for count in dict.fromkeys((max(1, deployment.count(role) // 8), 1))]
+        smaller = [deployment.plus(role, -count) for role, count in steps if deployment.count(role) > count]
         held = next(((one, v) for one in smaller if goal.is_held(v := evaluate(one, factor))), None)
         if held is None:
             return found
@@ -102,19 +103,19 @@ def best_settings(evaluate: Evaluate, starts: Iterable[Deployment], goal: Goal) 
 
 def _corrected(start: Deployment, guessed: Deployment, needed: Deployment) -> Deployment:
     """A guess, corrected by how far an earlier guess was from what was needed."""
-    for kind in start.settings.kinds:
-        wanted = round(start.count(kind) * needed.count(kind) / guessed.count(kind))
-        start = start.plus(kind, max(1, wanted) - start.count(kind))
+    for role in start.settings.roles:
+        wanted = round(start.count(role) * needed.count(role) / guessed.count(role))
+        start = start.plus(role, max(1, wanted) - start.count(role))
     return start
 
 
 def _within(deployment: Deployment, bound: int) -> Deployment | None:
     """The deployment with as many nodes less as it takes to have fewer devices than ``bound``; None for none left."""
     while deployment.num_devices >= bound:
-        kinds = [kind for kind in deployment.settings.kinds if deployment.count(kind) > 1]
-        if not kinds:
+        roles = [role for role in deployment.settings.roles if deployment.count(role) > 1]
+        if not roles:
             return None
-        deployment = deployment.plus(max(kinds, key=deployment.count), -1)
+        deployment = deployment.plus(max(roles, key=deployment.count), -1)
     return deployment
 
 

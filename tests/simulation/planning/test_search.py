@@ -48,8 +48,8 @@ def test_fewest_finds_exactly_what_is_needed_from_any_start(prefill: int, decode
     assert found is not None
     held = found.deployment
     assert GOAL.is_held(found.verdict)
-    for kind in held.settings.kinds:
-        assert held.count(kind) == 1 or not GOAL.is_held(service(held.plus(kind, -1), 1.0))
+    for role in held.settings.roles:
+        assert held.count(role) == 1 or not GOAL.is_held(service(held.plus(role, -1), 1.0))
 
 
 def test_the_search_gives_up_at_its_bounds() -> None:
@@ -131,7 +131,7 @@ def rows_of(service: Service) -> tuple[LoadRow, ...]:
 
 
 def test_the_load_at_which_a_colocated_pool_ceases_to_be_cheaper_is_found_within_a_tenth() -> None:
-    """One node of each kind suffices for all loads. A colocated one needs 0.8 of a node for a share of 0.95, and 0.9
+    """One node of each role suffices for all loads. A colocated one needs 0.8 of a node for a share of 0.95, and 0.9
     is asked for; beyond that two are needed."""
     rows = rows_of(Service(0.25, 0.25, 0.8))
     assert [row.factor for row in rows] == sorted({*FACTORS, *(row.factor for row in rows)})
