@@ -5,7 +5,10 @@ from typing import Literal
 
 from common.sampling_params import SamplingParams
 
+#: Empty while the output goes on.
 Finish = Literal["", "stop", "length"]
+#: The reasons of outputs that have ended without an error.
+NORMAL_ENDS = frozenset({"stop", "length"})
 
 
 def finish_reason(sampling: SamplingParams, eos_token_ids: Collection[int], *, token: int, num_output: int) -> Finish:

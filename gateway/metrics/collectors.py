@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from common.config.shared import ROLES
 from common.errors import RECOVERABLE, RequestError
+from common.finish_reason import NORMAL_ENDS
 from common.metrics.node_series import NodeState, node_families
 from common.metrics.series import LabelledCounter, LabelledHistogram
 from common.wire.mailbox import Mailbox
@@ -28,8 +29,6 @@ COUNTED_AT_ONCE = 128
 COUNTED_TOKENS = 200_000
 #: Of more nodes the gateway shows no series of their own: writing them would take a second. The nodes show them too.
 MAX_NODES = 128
-#: Labels ``end`` of outputs that did not fail.
-FINISHED = frozenset({"stop", "length"})
 #: Stage labels of ``baton_stage_seconds``, by their names in ``OutputStream.timings``.
 STAGES = {name: stage for stage, name in TIMINGS.items()}
 
@@ -186,7 +185,7 @@ class Metrics:
         for (_, reason), count in self._rejections.values.items():
             errors[reason] += int(count)
         for (_, end), count in self._outputs.values.items():
-            if end not in FINISHED:
+            if end not in NORMAL_ENDS:
                 errors[end] += int(count)
         first_tokens, gaps = self._first_token.counts(), self._gaps.counts()
         return MetricTotals(

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from common.clock import Clock
 from common.errors import ConfigError, needs_extra
+from common.finish_reason import NORMAL_ENDS
 from gateway.tracing.timelines import GATEWAY, Timeline, TimelineSpan
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ DELAY_S = 1.0
 #: The longest time for one batch, retries included, and for the last export at a stop.
 TIMEOUT_S, STOP_S = 10.0, 2.0
 TRACES_PATH = "/v1/traces"
-NORMAL_ENDS = ("stop", "length")
 
 
 class OtlpExporter:
