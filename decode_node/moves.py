@@ -14,9 +14,18 @@ from typing import NamedTuple
 from common.cache.page_allocator import PageAllocator
 from common.errors import BatonError, ErrorCode, invariant
 from common.request import Request, RequestKey
-from common.wire.messages import AttachFailed, Connect, Failed, Message, Move, PairState, PrefillDone, Resume
+from common.wire.messages import (
+    AttachFailed,
+    CloseReason,
+    Connect,
+    Failed,
+    Message,
+    Move,
+    PairState,
+    PrefillDone,
+    Resume,
+)
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.tombstones import Reason
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +131,7 @@ class OutgoingMoves:
                 least[offer.target] = min(rid, least.get(offer.target, rid))
         return [request for target, rid in least.items() for request in waiting_for(target) if request.rid < rid]
 
-    def end(self, key: RequestKey, reason: Reason, why: str, code: ErrorCode) -> None:
+    def end(self, key: RequestKey, reason: CloseReason, why: str, code: ErrorCode) -> None:
         """Send no more pages of this request. ``take`` returns it once no page is in flight."""
         if self._sender is not None and key in self._transfers:
             self._sender.abort(self._transfers[key], reason, why, code)

@@ -29,6 +29,7 @@ from common.step_plan import StepPlan, StepResult
 from common.wire.messages import (
     MAX_TEXT,
     Abort,
+    CloseReason,
     Connect,
     Failed,
     Flush,
@@ -43,7 +44,6 @@ from common.wire.messages import (
     Spans,
 )
 from kv_transfer.send.sender import Sender
-from kv_transfer.send.tombstones import Reason
 from prefill_node.scheduler import Computed, Effect, PrefillScheduler, Retracted
 
 #: Monotonic totals of the role itself. ``prompt_tokens`` counts the tokens of prompts whose first token was sampled
@@ -283,7 +283,9 @@ class PrefillRole:
                 self.stats.ended(ABORT)
             self._end(key, "aborted", "the gateway ended it")
 
-    def _end(self, key: RequestKey, reason: Reason, message: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED) -> bool:
+    def _end(
+        self, key: RequestKey, reason: CloseReason, message: str, code: ErrorCode = ErrorCode.TRANSFER_FAILED
+    ) -> bool:
         """Stop computing and sending a request. False if it is unknown or has ended already."""
         if not self._scheduler.abort(key):
             return False
@@ -291,7 +293,7 @@ class PrefillRole:
         return True
 
     def _close(
-        self, key: RequestKey, reason: Reason, message: str = "", code: ErrorCode = ErrorCode.TRANSFER_FAILED
+        self, key: RequestKey, reason: CloseReason, message: str = "", code: ErrorCode = ErrorCode.TRANSFER_FAILED
     ) -> None:
         """End the transfer of a request, which gives its pages back; without a decode node they are free at once."""
         if key in self._alone:

@@ -36,6 +36,7 @@ Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(min_length=16, max_length=32)]
 Coverage = Literal["off", "sampled", "all"]  # which pages travel with a checksum
 EndReason = Literal["aborted", "stopped", "finished", "continued"]  # why an attempt ends
+CloseReason = Literal["finished", "cancelled", "aborted", "failed", "unknown"]  # why a transfer ends
 NumRanks = Annotated[int, Meta(ge=1, le=1_024)]
 AdapterName = Annotated[str, Meta(pattern=f"^{ADAPTER_NAME}$")]
 AdapterList = Annotated[tuple["Adapter", ...], Meta(max_length=1_024)]
@@ -667,7 +668,7 @@ class AbortTransfer(RequestMessage, frozen=True, tag="abort_transfer"):
 class Closed(RequestMessage, frozen=True, tag="closed"):
     """prefill -> decode: no write of this transfer is in flight or will start. This is the writer's fence."""
 
-    reason: Literal["finished", "cancelled", "aborted", "failed", "unknown"]
+    reason: CloseReason
     message: Text = ""
     #: Of a failure. Both nodes report it alike, but for those that are of the prefill node alone: ``SHUTTING_DOWN``,
     #: ``INTERNAL`` and ``QUEUE_FULL``. ``TAKEN_OVER``: the request was ``aborted`` here since another attempt follows.

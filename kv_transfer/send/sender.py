@@ -27,6 +27,7 @@ from common.wire.messages import (
     AbortTransfer,
     AttachFailed,
     Closed,
+    CloseReason,
     Connect,
     Coverage,
     Grant,
@@ -43,7 +44,7 @@ from kv_transfer.events import Released
 from kv_transfer.send.connections import DecodeConnections
 from kv_transfer.send.session import STAGES, SendSession
 from kv_transfer.send.table import SendTable
-from kv_transfer.send.tombstones import Reason, TransferEnd
+from kv_transfer.send.tombstones import TransferEnd
 from kv_transfer.send.write_queue import WriteQueue, written_messages
 from kv_transfer.states import MAX_RESENDS, SendEvent, SendState
 from kv_transfer.transfer_stats import failure_counter, no_failures, stage_gauges
@@ -234,7 +235,7 @@ class Sender:
         self._table.prefill_dones.pop(key, None)
 
     def abort(
-        self, key: RequestKey, reason: Reason, message: str = "", code: ErrorCode = ErrorCode.TRANSFER_FAILED
+        self, key: RequestKey, reason: CloseReason, message: str = "", code: ErrorCode = ErrorCode.TRANSFER_FAILED
     ) -> None:
         """Start no further write. ``Closed`` and ``Released`` follow when nothing is under way. Idempotent."""
         session = self._table.active(key)

@@ -5,12 +5,10 @@ waiting for grants. Tombstones are bounded in number and in time, since peers ca
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from common.errors import ErrorCode
 from common.request import RequestKey
-
-Reason = Literal["finished", "cancelled", "aborted", "failed", "unknown"]
+from common.wire.messages import CloseReason
 
 LEASE_S = 300.0
 MAX_TOMBSTONES = 65_536
@@ -20,7 +18,7 @@ MAX_TOMBSTONES = 65_536
 class TransferEnd:
     """Why a transfer ended. ``message`` is a sentence or empty; ``code`` is the client's error after a failure."""
 
-    reason: Reason
+    reason: CloseReason
     message: str
     code: ErrorCode = ErrorCode.TRANSFER_FAILED
 

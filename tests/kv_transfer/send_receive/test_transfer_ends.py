@@ -8,13 +8,13 @@ from support.kv.kv_fakes import PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.errors import ErrorCode
-from common.wire.messages import AbortTransfer, Closed, PagesWritten, PrefillDone, TransferAck
+from common.wire.messages import AbortTransfer, Closed, CloseReason, PagesWritten, PrefillDone, TransferAck
 from kv_transfer.events import Completed, Finished, TransferFailed
 from kv_transfer.receive.table import RECLAIM_S
 from kv_transfer.send import table as outgoing_module
 from kv_transfer.send import tombstones as tombs_module
 from kv_transfer.send.table import EARLY_LEASE_S
-from kv_transfer.send.tombstones import LEASE_S, Reason
+from kv_transfer.send.tombstones import LEASE_S
 
 # ---- cancels ----------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def test_cancel_at_every_point(point: int) -> None:
 
 @pytest.mark.parametrize("reason", ["aborted", "failed", "finished"])
 @pytest.mark.parametrize("point", POINTS)
-def test_abort_at_every_point(point: int, reason: Reason) -> None:
+def test_abort_at_every_point(point: int, reason: CloseReason) -> None:
     pair = slow()
     for act in _scripts()[:point]:
         act(pair)

@@ -16,14 +16,13 @@ from support.kv.kv_fakes import DECODE, JUNK, LAYOUT, PREFILL, TransferPair
 
 from common.cache.page_allocator import Owner
 from common.request import RequestKey
-from common.wire.messages import Message
+from common.wire.messages import CloseReason, Message
 from kv_transfer.events import Completed
-from kv_transfer.send.tombstones import Reason
 from scripts.simulator.service.inprocess_transport import Fault, Wire
 
 Faults = Mapping[int, Fault]
 
-REASONS: tuple[Reason, ...] = ("finished", "aborted", "failed")
+REASONS: tuple[CloseReason, ...] = ("finished", "aborted", "failed")
 
 
 class Nodes:
