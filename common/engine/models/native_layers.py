@@ -6,7 +6,6 @@ our kernels. The results have the same bits.
 
 from collections.abc import Sequence
 from ctypes import Structure, byref, c_float, c_int, c_long, c_void_p
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +15,7 @@ from common.engine.cpu.huge_pages import HugePages
 from common.engine.cpu.kernels import DTYPES, Kernels, NativeProduct, Paged, Pair, QuantizedRows, Rows, in_whole_tiles
 from common.engine.models.config import ModelConfig
 from common.engine.models.feed_forward import Mlp
-
-if TYPE_CHECKING:
-    from common.engine.models.layer_weights import LayerWeights
+from common.engine.models.layer_weights import LayerWeights
 
 #: Numbers after each row of an array between the products. Rows that are a power of two apart share few lines of the
 #: caches; without these numbers prompts take 5 % more time where AMX multiplies.
@@ -63,7 +60,7 @@ class NativeLayers:
         self,
         kernels: Kernels,
         config: ModelConfig,
-        weights: "Sequence[LayerWeights]",
+        weights: Sequence[LayerWeights],
         products: Sequence[Sequence[NativeProduct]],
     ) -> None:
         self._kernels = kernels
@@ -132,7 +129,7 @@ class NativeLayers:
         step.rounded = QuantizedRows(*rounded)
 
 
-def native_layers(operations: object, config: ModelConfig, weights: "Sequence[LayerWeights]") -> NativeLayers | None:
+def native_layers(operations: object, config: ModelConfig, weights: Sequence[LayerWeights]) -> NativeLayers | None:
     """Return the layers for native calls; None if a part of one is not computed by our kernels.
 
     Args:

@@ -1,15 +1,13 @@
 """The interface between the executor and the implementations of a model."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from common.engine.attention.protocol import LayerParams, StepAttention
 from common.engine.models.base_config import BaseModelConfig
-
-if TYPE_CHECKING:
-    from common.engine.models.lora.adapters import LoraWeights, StepAdapters
-    from common.engine.models.lora.checkpoint import Adaptable, AdapterCheckpoint
+from common.engine.models.lora.adapters import LoraWeights, StepAdapters
+from common.engine.models.lora.checkpoint import Adaptable, AdapterCheckpoint
 
 
 class CausalModel(Protocol):
@@ -24,11 +22,11 @@ class CausalModel(Protocol):
         ...
 
     @property
-    def adaptable(self) -> "Adaptable":
+    def adaptable(self) -> Adaptable:
         """What LoRA adapters may change: of the whole model, also if this is one rank's part of it."""
         ...
 
-    def make_lora(self, adapter: "AdapterCheckpoint") -> "LoraWeights":
+    def make_lora(self, adapter: AdapterCheckpoint) -> LoraWeights:
         """Pack an adapter for this model, or for this part of it, onto its device."""
         ...
 
@@ -39,7 +37,7 @@ class CausalModel(Protocol):
         attention: StepAttention,
         keep: Tensor | None = None,
         *,
-        adapters: "StepAdapters | None" = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """Run all layers on ``tokens`` ``[N]`` at ``positions`` ``[N]`` and write their KV.
 
