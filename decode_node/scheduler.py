@@ -449,9 +449,8 @@ class DecodeScheduler:
     def _grow(self, now: float) -> list[Request]:
         """Give one page to every running request whose last page is full. Retracts requests where pages run short.
 
-        A request first uses again a page of its own that no further token sees.
-
-        A request gets no page now if all other pages are being received or extended.
+        A request first uses again a page of its own that no further token sees. It gets no page now if all other pages
+        are being received or extended.
         """
         grown = []
         page_size = self._cache.page_size
