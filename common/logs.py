@@ -1,7 +1,8 @@
 """Log lines of every process: their two formats, and the thread that writes them to standard error.
 
 A line never waits for the reader of standard error: it is queued, and a thread writes what is queued. If nothing reads,
-lines beyond ``MAX_WAITING_BYTES`` are dropped and counted; once there is a reader again, one line says how many.
+lines beyond ``MAX_WAITING_BYTES`` are dropped, and so are lines for which the disk has no room; once lines can be written
+again, one of them says how many were dropped.
 """
 
 import logging
@@ -76,26 +77,29 @@ class LogWriter:
         self._write_waiting()  # lines that came between the last look at the queue and the close
 
     def _write_waiting(self) -> None:
+        """Write the queue, and then the note of dropped lines."""
         while chunk := self._take():
-            self._write_all(chunk)
+            self._count_dropped(self._write_all(chunk))
+        num_dropped = self._num_dropped
+        if num_dropped and not self._write_all(self._note_dropped(num_dropped)):
+            self._count_dropped(-num_dropped)
 
     def _take(self) -> bytes:
-        """About ``CHUNK_BYTES`` of the queue, and then the note of dropped lines; empty if nothing waits."""
+        """About ``CHUNK_BYTES`` of the queue; empty if nothing waits."""
         with self._lock:
             lines, size = [], 0
             while self._waiting and size < CHUNK_BYTES:
                 lines.append(self._waiting.popleft())
                 size += len(lines[-1])
             self._num_bytes -= size
-            num_dropped = 0
-            if not self._waiting:
-                num_dropped, self._num_dropped = self._num_dropped, 0
-        if num_dropped:
-            lines.append(self._note_dropped(num_dropped))
         return b"".join(lines)
 
-    def _write_all(self, data: bytes) -> None:
-        """Write to the end; a reader that is gone, or a full disk, loses the data."""
+    def _count_dropped(self, num_lines: int) -> None:
+        with self._lock:
+            self._num_dropped += num_lines
+
+    def _write_all(self, data: bytes) -> int:
+        """Returns the number of lines that could not be written: the reader is gone, or the disk is full."""
         view = memoryview(data)
         while view:
             try:
@@ -103,7 +107,8 @@ class LogWriter:
             except BlockingIOError:  # another process that has this terminal or pipe has made it so
                 select.select((), (self._fd,), ())
             except OSError:
-                return
+                return bytes(view).count(b"\n")
+        return 0
 
 
 class JsonFormatter(logging.Formatter):
@@ -203,9 +208,8 @@ def _open_writer(formatter: logging.Formatter) -> LogWriter | None:
         return None
 
     def note_dropped(count: int) -> bytes:
-        record = log.makeRecord(
-            log.name, logging.WARNING, "", 0, "%d log lines were dropped: standard error was not read", (count,), None
-        )
+        text = "%d log lines were dropped: standard error was not read, or its disk was full"
+        record = log.makeRecord(log.name, logging.WARNING, "", 0, text, (count,), None)
         return formatter.format(record).encode() + b"\n"
 
     return LogWriter(sys.stderr.fileno(), note_dropped)

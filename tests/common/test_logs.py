@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +131,23 @@ def test_a_process_goes_on_while_nothing_reads_its_log_and_says_what_was_lost():
         process.stdin.flush()
         assert json.loads(next(lines))["message"] == "the last line"
         assert process.wait(60) == 0
+
+
+def test_lines_for_which_the_disk_has_no_room_are_counted(tmp_path: Path):
+    path = tmp_path / "log"
+    fd = os.open("/dev/full", os.O_WRONLY)
+    writer = LogWriter(fd, lambda count: b"%d were dropped\n" % count)
+    for _ in range(100):
+        writer.write(b"a line\n")
+    ends = time.monotonic() + 60
+    while writer._num_dropped < 100 and time.monotonic() < ends:
+        time.sleep(0.01)
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), fd)  # there is room again
+    writer.write(b"the last line\n")
+    writer.close()
+    os.close(fd)
+    assert path.read_bytes() == b"the last line\n100 were dropped\n"
 
 
 def test_a_process_ends_in_good_order_although_its_log_is_never_read():
