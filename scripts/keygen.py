@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"keygen: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"keygen: cannot write {error.filename}: {reason_of(error)}", file=sys.stderr)
+        print(f"keygen: cannot write {error.filename or options.folder}: {reason_of(error)}", file=sys.stderr)
         return 2
     for folder in folders:
         runs = "gateway and nodes" if (folder / "gateway.key_secret").exists() else "nodes"

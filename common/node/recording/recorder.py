@@ -93,7 +93,7 @@ class Recorder:
             self._waiting.put_nowait(frame)
         except queue.Full:
             self._is_over = True
-            log.error("recording ends here: the disk is too slow")
+            log.error("recording into %s ends here: the disk is too slow", self.path)
 
     def close(self) -> None:
         """Write the frames that wait, for ``CLOSE_S`` at most, or twice that if the queue is full."""
@@ -112,7 +112,7 @@ class Recorder:
                 except Exception as error:
                     self._is_over = True
                     is_foreseen = isinstance(error, OSError | BatonError | msgspec.EncodeError)
-                    log.error("recording ends here: %s", error, exc_info=not is_foreseen)
+                    log.error("recording into %s ends here: %s", self.path, error, exc_info=not is_foreseen)
                     return
 
 

@@ -99,6 +99,7 @@ class Agent:
 
     def __init__(self, store: PageStore, name: str, probe: ProbeMemory, backend: str = UCX) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # its default level logs to stdout
+        os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # otherwise UCX takes SIGHUP, which then does not end the process
         try:
             import nixl
         except ImportError as error:

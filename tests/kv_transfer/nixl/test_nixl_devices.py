@@ -1,6 +1,9 @@
 """NIXL uses the devices of the interface that is named, and the back-end that is named."""
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,19 @@ def test_a_back_end_that_is_not_installed_is_refused_with_those_that_are() -> No
     with pytest.raises(ConfigError, match=r"--nixl-backend NONE is not one that NIXL has here: .*UCX"):
         open_reader(store, TransportSettings("nixl", nixl_backend="NONE"))
     store.close()
+
+
+def test_ucx_leaves_sighup_alone() -> None:
+    """A node whose terminal is closed ends, with NIXL as without."""
+    code = (
+        "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        "from support.kv.kv_fakes import MemfdStore\n"
+        "from kv_transfer.transports.factory import TransportSettings, open_reader\n"
+        "reader = open_reader(MemfdStore(2), TransportSettings('nixl'))\n"
+        "os.kill(os.getpid(), signal.SIGHUP)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == -signal.SIGHUP
 
 
 def test_nodes_with_different_back_ends_do_not_attach() -> None:
