@@ -1,8 +1,8 @@
 """Log lines of every process: their two formats, and the thread that writes them to standard error.
 
 A line never waits for the reader of standard error: it is queued, and a thread writes what is queued. If nothing reads,
-lines beyond ``MAX_WAITING_BYTES`` are dropped, and so are lines for which the disk has no room; once lines can be written
-again, one of them says how many were dropped.
+lines beyond ``MAX_WAITING_BYTES`` are dropped, and so are lines for which the disk has no room; once lines can be
+written again, one of them says how many were dropped.
 """
 
 import logging

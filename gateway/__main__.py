@@ -94,6 +94,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, OSError, zmq.ZMQError) as error:
         log.error("%s", error)
         return 2
+    except Exception:  # which the interpreter would report too late: after the writer is closed
+        log.exception("the gateway failed")
+        return 1
     finally:
         if writer is not None:
             writer.close()

@@ -77,6 +77,9 @@ def run(config: NodeConfig, factories: Mapping[Role, RoleFactory], rank_module: 
     except BatonError as error:  # a rank was lost before the node served
         log.error("%s", error)
         return 1
+    except Exception:  # which the interpreter would report too late: after the writer is closed
+        log.exception("the node failed")
+        return 1
     finally:
         if writer is not None:
             writer.close()

@@ -11,6 +11,7 @@ import dataclasses
 import http.client
 import itertools
 import json
+import logging
 import os
 import secrets
 import signal
@@ -38,6 +39,8 @@ from gateway.siblings.group import GatewayGroup
 from scripts.serving.cpu_affinity import Share, divide
 from scripts.serving.output import Output, ServeOutput
 from scripts.serving.supervisor import REFUSED, Child, ChildFailed, Supervisor
+
+log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 HELP = """Serve a model on this machine: a gateway, prefill nodes and decode nodes.
@@ -435,6 +438,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         output.say(str(error))
         return 2
+    except Exception:  # which the interpreter would report too late: after the output is closed
+        log.exception("serve failed")
+        return 1
     finally:
         if listener is not None:
             listener.close()

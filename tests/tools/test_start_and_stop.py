@@ -58,6 +58,22 @@ def test_serve_ends_with_status_2_if_a_node_refuses_its_options():
     assert any(line.endswith(said) for line in err.splitlines()), err
 
 
+@pytest.mark.parametrize(
+    ("module", "part", "run"),
+    [
+        ("gateway.__main__", "model_folders", "main([])"),
+        ("scripts.serving.serve", "with_ports", "main([])"),
+        ("common.node.worker_main", "load_policy", "run(m.NodeConfig(), {}, '')"),
+    ],
+)
+def test_an_error_that_is_not_foreseen_is_in_the_log_with_its_traceback(module, part, run):
+    code = f"import sys, {module} as m\ndef fail(*_): raise ZeroDivisionError('unforeseen')\n"
+    words = [sys.executable, "-c", f"{code}m.{part} = fail; sys.exit(m.{run})"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 1
+    assert "ZeroDivisionError: unforeseen" in done.stderr
+
+
 def await_first_import(process):
     """Waits until the program runs, and imports what it needs; until then Ctrl-C is up to Python itself."""
     maps = Path(f"/proc/{process.pid}/maps")
