@@ -122,6 +122,12 @@ def test_every_legend_of_our_board_uses_labels_of_its_query() -> None:
         assert all(shown <= one.labels for one in selectors(target["expr"])), title
 
 
+def test_a_node_that_several_gateways_show_is_counted_once() -> None:
+    for title, target in QUERIES:
+        for name in re.findall(r"baton_nodes|baton_node_(?!step)\w+", target["expr"]):
+            assert re.search(rf"max by \([a-z, ]+\) \((rate\()?{name}{{", target["expr"]), title
+
+
 def test_panels_of_our_board_do_not_overlap_and_variables_are_defined() -> None:
     taken: dict[tuple[int, int], str] = {}
     for panel in BOARD["panels"]:
