@@ -1,5 +1,6 @@
 """The calls to etcd that discovery makes, through the JSON gateway that every member of a cluster serves."""
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
@@ -102,9 +103,12 @@ def _lease(client: "Etcd3Client", number: int) -> "Lease":
 
 
 def _brief(error: Exception) -> str:
-    """Return the innermost cause in a line: the library's own messages are empty, or repeat whole objects."""
+    """Return what etcd says, or the innermost cause, in a line: the library's own messages are empty, repeat whole
+    objects, or have only the words of the HTTP status.
+    """
     cause: BaseException = error
     while (inner := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)) is not None:
         cause = inner
-    text = str(cause) or type(cause).__name__
+    said = re.search(r'"message": *"([^"]+)"', getattr(cause, "detail_text", None) or "")
+    text = said[1] if said else str(cause) or type(cause).__name__
     return text.splitlines()[0][:200]

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -158,12 +159,14 @@ def test_what_does_not_answer_like_etcd_is_an_error() -> None:
         store(f"http://127.0.0.1:{free_port()}").values(GATEWAYS)
 
 
-@pytest.mark.parametrize("answer", [b"null", b"{", b"text"])
-def test_an_answer_that_etcd_never_gives_is_an_error(answer: bytes) -> None:
+@contextmanager
+def answering(status: int, answer: bytes) -> Iterator[EtcdStore]:
+    """A store at a server that gives one answer to all requests."""
+
     class Strange(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
+            self.send_response(status)
             self.end_headers()
             self.wfile.write(answer)
 
@@ -173,7 +176,16 @@ def test_an_answer_that_etcd_never_gives_is_an_error(answer: bytes) -> None:
     with HTTPServer(("127.0.0.1", 0), Strange) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        keys = store(f"http://127.0.0.1:{server.server_port}")
+        try:
+            yield store(f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("answer", [b"null", b"{", b"text"])
+def test_an_answer_that_etcd_never_gives_is_an_error(answer: bytes) -> None:
+    with answering(200, answer) as keys:
         for call in (
             lambda: keys.values(GATEWAYS),
             lambda: keys.put(GATEWAYS, "a", "b", ttl_s=1),
@@ -181,8 +193,13 @@ def test_an_answer_that_etcd_never_gives_is_an_error(answer: bytes) -> None:
         ):
             with pytest.raises(EtcdError):
                 call()
-        server.shutdown()
-        thread.join()
+
+
+def test_a_refusal_says_what_etcd_says() -> None:
+    said = "etcdserver: mvcc: database space exceeded"
+    with answering(429, f'{{"error":"{said}","message":"{said}","code":8}}'.encode()) as keys:
+        with pytest.raises(EtcdError, match=rf": {said}$"):
+            keys.put(GATEWAYS, "a", "b", ttl_s=1)
 
 
 @pytest.mark.parametrize(
