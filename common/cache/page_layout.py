@@ -137,8 +137,9 @@ def layout_conflict(one: PageLayout, other: PageLayout) -> str:
     """
     if bool(one.window) != bool(other.window):
         return "only one has a pool for window layers: give both or neither a --swa-full-tokens-ratio below 1"
+    sizes = f"{one.page_size} and {other.page_size}"
     if one.window and one.page_size != other.page_size:
-        return f"with a pool for window layers, the page sizes {one.page_size} and {other.page_size} must be equal"
+        return f"with a pool for window layers, the page sizes {sizes} must be equal: change --page-size"
     for field, words in _EQUAL.items():
         mine, yours = getattr(one, field), getattr(other, field)
         if mine != yours:
@@ -148,5 +149,5 @@ def layout_conflict(one: PageLayout, other: PageLayout) -> str:
         return "one has latent pages, the other keys and values; both must be equal"
     small, large = sorted((one.page_size, other.page_size))
     if large % small:
-        return f"of the page sizes {one.page_size} and {other.page_size} one must be a multiple of the other"
+        return f"of the page sizes {sizes} one must be a multiple of the other: change --page-size"
     return ""

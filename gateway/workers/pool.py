@@ -112,7 +112,10 @@ class WorkerPools:
         pool = self._by_model.get(register.model)
         if pool is None:
             served = ", ".join(repr(name) for name in self._by_model)
-            return Refused(f"this gateway serves {served}, the node {register.name} has {register.model!r}")
+            return Refused(
+                f"this gateway serves {served}, the node {register.name} has {register.model!r}: give the node one of "
+                "these names with --served-model-name, or start the gateway with --also-serve"
+            )
         return pool.registry.register(incarnation, register, now)
 
     def namesake(self, register: Register) -> Worker | None:

@@ -24,7 +24,7 @@ from gateway.workers.routing.pair_health import PairHealth, PairKey
 #: Fields that must be equal on all nodes, and their names in error messages.
 AGREE = {
     "vocab_size": "vocabulary size",
-    "context_length": "context length",
+    "context_length": "context length (--context-length)",
     "eos_token_ids": "end tokens",
     "generation": "generation defaults",
 }

@@ -123,7 +123,8 @@ async def test_only_nodes_of_one_model_must_agree(stack):
     refused = await stack.joining("decode", "d3", model="org/other", context_length=512, digest="d2").until_refused()
     assert "context length" in refused.refusal
     refused = await stack.joining("decode", "d4", model="third").until_refused()
-    assert "this gateway serves 'tiny', 'org/other', the node d4 has 'third'" in refused.refusal
+    said = "this gateway serves 'tiny', 'org/other', the node d4 has 'third': give the node one of these names with"
+    assert said in refused.refusal
     _, answer = await stack.get("/v1/workers")
     rows = [(worker["model"], worker["role"]) for worker in answer["workers"]]
     assert rows == [(MODEL, "prefill"), (MODEL, "decode"), ("org/other", "prefill"), ("org/other", "decode")]

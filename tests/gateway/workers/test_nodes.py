@@ -421,7 +421,7 @@ async def test_a_replacement_with_the_same_name_is_accepted_while_the_old_connec
 
 async def test_a_node_of_another_model_is_refused_with_a_sentence(stack):
     other = await stack.joining("decode", "odd", context_length=100).until_refused()
-    assert "context length of node odd is 100, that of node prefill is 512" in other.refusal
+    assert "context length (--context-length) of node odd is 100, that of node prefill is 512" in other.refusal
     _, answer = await stack.get("/v1/workers")
     assert [worker["name"] for worker in answer["workers"]] == ["prefill", "decode"]
 

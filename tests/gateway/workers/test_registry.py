@@ -114,7 +114,7 @@ def test_a_node_with_another_tokenizer_is_refused_and_one_without_is_not() -> No
         ({"generation": {"top_p": 0.5}}, "generation defaults"),
         (
             {"layout": LayoutMessage(2, 2, 16, 24, "float32")},
-            "page sizes 24 and 16 one must be a multiple of the other",
+            "page sizes 24 and 16 one must be a multiple of the other: change --page-size",
         ),
         ({"layout": LayoutMessage(2, 2, 16, 16, "bfloat16")}, "page layout"),
         ({"layout": LayoutMessage(2, 1, 16, 32, "float32")}, "kv heads 1 and 2 must be equal"),
