@@ -314,7 +314,7 @@ class TcpWriter(WriterTransport):
             nonce, proof = WELCOME.unpack(frame)
             connection.terms = self._terms(peer_state, connection, nonce)
             if not connection.terms.is_proof(self._key, b"reader", proof):
-                raise ConnectionError("it has another --cluster-key, or offers another pool than it says")
+                raise ConnectionError("it has another cluster key (--cluster-key), or offers another pool than it says")
             connection.sock.send(connection.terms.proof(self._key, b"writer"))
             connection.stage = Stage.PROVEN
         elif connection.stage is Stage.PROVEN:
