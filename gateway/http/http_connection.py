@@ -89,6 +89,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         own = transport.get_extra_info("socket")
+        self.options.open_files.note(own.fileno())
         if own.family == socket.AF_UNIX:  # of a sibling gateway
             own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             if not is_same_user(own):

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from common.errors import ConfigError
-from common.system.loop_errors import LoopErrors
 from gateway.http.http_connection import HttpConnection
 from gateway.http.request_cycle import ConnectionOptions
 
@@ -72,7 +71,6 @@ class HttpServer:
 
     async def start_app(self) -> None:
         """Raises ConfigError: the application did not start."""
-        asyncio.get_running_loop().set_exception_handler(LoopErrors())
         await self._lifespan.startup()
         if self._lifespan.should_exit:
             raise ConfigError("the HTTP application did not start; the log says why")

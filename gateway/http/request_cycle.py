@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from common.errors import RequestError
+from common.system.open_files import OpenFileWarning
 from gateway.http.access.hosts import AllowedHosts
 from gateway.http.errors import HttpError, too_large
 
@@ -50,6 +51,7 @@ class ConnectionOptions:
         max_body_bytes: larger bodies get 413.
         on_answer: called with the scope of each ended request and its status; 499 if the client left before the end.
         hosts: requests for other hosts get 421.
+        open_files: hears of each connection.
     """
 
     header_timeout_s: float
@@ -57,6 +59,7 @@ class ConnectionOptions:
     max_body_bytes: int
     on_answer: Callable[[dict[str, Any], int], None]
     hosts: AllowedHosts
+    open_files: OpenFileWarning = field(default_factory=OpenFileWarning)
 
 
 class Connection(Protocol):
