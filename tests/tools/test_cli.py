@@ -116,3 +116,14 @@ def test_keygen_names_the_folder_that_it_cannot_write(tmp_path: Path, capsys: py
     file.touch()
     assert keygen.main([str(file / "keys"), "a"]) == 2
     assert capsys.readouterr().err == f"keygen: cannot write {file / 'keys'}: Not a directory\n"
+
+
+def test_keygen_names_its_folder_on_a_full_disk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")  # as a write says it, without a name
+
+    monkeypatch.setattr(keygen, "write_folders", fail)
+    assert keygen.main(["/keys", "a"]) == 2
+    assert capsys.readouterr().err == "keygen: cannot write /keys: No space left on device\n"
