@@ -3,6 +3,7 @@
 import base64
 import mmap
 import os
+import signal
 import socket
 import threading
 import weakref
@@ -99,7 +100,6 @@ class Agent:
 
     def __init__(self, store: PageStore, name: str, probe: ProbeMemory, backend: str = UCX) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # its default level logs to stdout
-        os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # otherwise UCX takes SIGHUP, which then does not end the process
         try:
             import nixl
         except ImportError as error:
@@ -118,6 +118,8 @@ class Agent:
             if backend not in known:
                 raise ConfigError(f"--nixl-backend {backend} is not one that NIXL has here: {', '.join(sorted(known))}")
             self.nixl.create_backend(backend)
+            if threading.current_thread() is threading.main_thread():  # UCX has taken the signal, for debugging
+                signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGHUP))
             runs = (self.pool.run(0, num_bytes), probe.region.run(0, probe.num_bytes))
             self._registered = self.nixl.register_memory([(*run, "") for run in runs], self.pool.kind)
             self.metadata = base64.b64encode(self.nixl.get_agent_metadata()).decode()
