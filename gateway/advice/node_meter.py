@@ -28,13 +28,11 @@ class StepModel(NamedTuple):
     """What a step takes by its size, which is its prompt tokens on prefill nodes, and its outputs on decode nodes.
 
     Attributes:
-        usual: mean size of a step.
         largest: sizes beyond this were never seen, nor anything near them.
     """
 
     fixed_s: float
     each_s: float
-    usual: float
     largest: float
 
     def seconds(self, size: float) -> float:
@@ -71,7 +69,7 @@ class StepFit:
             slope = (self._product / self._weight - size * seconds) / variance
             each_s = min(max(slope, 0.0), share_s)
         largest = MAX_EXTRAPOLATION * (size + 2 * variance**0.5)
-        return StepModel(seconds - each_s * size, each_s, size, largest)
+        return StepModel(seconds - each_s * size, each_s, largest)
 
 
 class Interval(NamedTuple):

@@ -24,9 +24,9 @@ def outputs(tokens_per_s):
 
 
 #: A step of prompts takes 10 ms and 0.1 ms for each token; 2,000 tokens fit into one.
-PREFILL = NodeFigures(2, 0.5, 0.0, 0.0, 0.0, 2_000.0, 100_000.0, 1e-4, StepModel(0.01, 1e-4, 500.0, 5_000.0))
+PREFILL = NodeFigures(2, 0.5, 0.0, 0.0, 0.0, 2_000.0, 100_000.0, 1e-4, StepModel(0.01, 1e-4, 5_000.0))
 #: A step of outputs takes 10 ms and 1 ms for each; a node has 40 slots, and pages for 100,000 tokens.
-DECODE = NodeFigures(2, 0.9, 0.0, 0.0, 1_000.0, 40.0, 100_000.0, 2e-4, StepModel(0.01, 0.001, 10.0, 80.0))
+DECODE = NodeFigures(2, 0.9, 0.0, 0.0, 1_000.0, 40.0, 100_000.0, 2e-4, StepModel(0.01, 0.001, 80.0))
 
 
 def test_prefill_nodes_follow_from_tokens_in_full_steps_and_the_target_load():

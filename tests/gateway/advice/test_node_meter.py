@@ -26,7 +26,6 @@ def test_a_line_is_found_through_steps_of_different_sizes():
         fit.add(size, 0.005 + 0.001 * size)
     model = fit.model()
     assert (model.fixed_s, model.each_s) == (pytest.approx(0.005), pytest.approx(0.001))
-    assert model.usual == pytest.approx(20.0, rel=0.01)
     assert 60.0 < model.largest < 80.0  # twice the mean and two standard deviations
 
 
@@ -45,8 +44,8 @@ def test_a_larger_step_takes_no_less_and_no_more_than_its_share(points):
         fit.add(size, seconds)
     model = fit.model()
     assert model.fixed_s >= -1e-9 and model.each_s >= 0.0
-    double = model.seconds(2 * model.usual)
-    assert model.seconds(model.usual) <= double <= 2 * model.seconds(model.usual) + 1e-9
+    once, double = model.seconds(model.largest), model.seconds(2 * model.largest)
+    assert once <= double <= 2 * once + 1e-9
 
 
 def test_nothing_is_known_before_two_heartbeats():
@@ -65,7 +64,7 @@ def test_prefill_nodes_are_measured_together():
     assert figures.computed_per_s == pytest.approx(1_400 / 2)
     assert figures.room_per_step == pytest.approx(2_048.0)
     assert figures.capacity_tokens == 64 * 16
-    assert figures.steps.usual == pytest.approx(150.0, rel=0.01)  # 100 and 200 tokens
+    assert figures.steps.largest == pytest.approx(500.0, rel=0.01)  # as of steps with 100 and 200 tokens
 
 
 def test_a_heartbeat_counts_once_and_leaves_with_the_window():
