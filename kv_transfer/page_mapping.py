@@ -78,10 +78,6 @@ class Units:
         """Pages of the decode node that so many units fill, including a partly filled last one."""
         return -(-num_units // self.per_target)
 
-    def of_target(self, index: int) -> range:
-        """Units that fit into the decode node's page of this index."""
-        return range(index * self.per_target, (index + 1) * self.per_target)
-
 
 def units_of(source_size: int, target_size: int, num_parts: int = 1) -> Units:
     """The units of pages of so many tokens; one size must be a multiple of the other."""
@@ -145,7 +141,6 @@ class PageMapping:
 
     def __init__(self, ours: PageLayout, theirs: PageLayout, *, num_sources: int = 1, num_targets: int = 1) -> None:
         parts = head_parts(ours.num_kv_heads, num_sources, num_targets)
-        self.ours = ours
         self.theirs = theirs
         self.units = units_of(ours.page_size, theirs.page_size, len(parts))
         owned = [(part.source_rank, part.heads) for part in parts]
