@@ -76,7 +76,7 @@ class Wire:
     num_ends: int = 0  # writers and readers made
     offers: dict[str, tuple["InProcessReader", str]] = field(default_factory=dict)  # endpoint -> reader, peer
     _pages: dict[int, _Page] = field(default_factory=dict)  # in flight, by number
-    _partitions: dict[tuple[str, str], int | None] = field(default_factory=dict)  # pair -> last tick, None for no end
+    _partitions: dict[tuple[str, str], int] = field(default_factory=dict)  # pair -> tick at which pages pass again
 
     @property
     def num_in_flight(self) -> int:
@@ -93,7 +93,7 @@ class Wire:
 
     def tick(self) -> None:
         self.num_ticks += 1
-        self._partitions = {p: t for p, t in self._partitions.items() if t is None or t > self.num_ticks}
+        self._partitions = {p: t for p, t in self._partitions.items() if t > self.num_ticks}
         self.deliver()
 
     def deliver(self) -> None:
@@ -122,7 +122,7 @@ class Wire:
         elif kind == "drop":
             page.writer.lose(page.peer, f"page {page.source} was lost")
         elif kind == "partition":
-            self.partition(page.writer, page.peer, page.fault_ticks)
+            self._partitions[page.pair] = self.num_ticks + page.fault_ticks
         else:
             num_bytes = page.writer.put(page.peer, page.source, page.target, page.slices)
             if kind == "corrupt":
@@ -146,14 +146,6 @@ class Wire:
         if fault is not None:
             self.befall(number, fault.kind, fault.ticks)
             page.due_at += fault.ticks if fault.kind in ("reorder", "delay") else 0
-
-    def partition(self, writer: "InProcessWriter", peer: str, num_ticks: int | None = None) -> None:
-        """Block all pages between the two for ``num_ticks``, or until ``heal``."""
-        until = None if num_ticks is None else self.num_ticks + num_ticks
-        self._partitions[writer.incarnation, peer] = until
-
-    def heal(self, writer: "InProcessWriter", peer: str) -> None:
-        self._partitions.pop((writer.incarnation, peer), None)
 
     def is_carrying(self, writer: "InProcessWriter", peer: str) -> bool:
         """Whether a page is in flight between the two."""

@@ -119,15 +119,6 @@ def test_nothing_passes_a_partition_until_it_heals() -> None:
     assert ends.writer.done() == [ticket]
 
 
-def test_a_manual_partition_lasts_until_it_is_healed() -> None:
-    ends = Ends({})
-    ends.write(0)
-    ends.wire.partition(ends.writer, DECODE)
-    assert {tuple(ends.tick()) for _ in range(50)} == {(JUNK,) * 4}
-    ends.wire.heal(ends.writer, DECODE)
-    assert ends.tick() == [1, JUNK, JUNK, JUNK]
-
-
 def test_a_writer_can_be_killed_at_a_page() -> None:
     ends = Ends({1: Fault("restart")})
     ends.write(0, 1, 2)
