@@ -12,6 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.system.cache_folder import cache_folder
+
 MAX_COMPILE_S = 120.0  # for one file
 _FLAGS = ("-fPIC", "-fvisibility=hidden")
 
@@ -53,11 +55,6 @@ def build_library(library: Library) -> Path:
         return file
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         raise BuildError(str(getattr(error, "stderr", None) or error).strip()[:500]) from error
-
-
-def cache_folder() -> Path:
-    """The folder for files that are computed once per machine. Raises RuntimeError: the user has no home folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
 
 
 def _compile(library: Library, place: Path) -> Path:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from common.engine.cpu.compile_native import cache_folder
 from common.errors import ConfigError
+from common.system.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common.engine.cpu.compile_native import cache_folder
 from common.errors import ConfigError
+from common.system.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 
