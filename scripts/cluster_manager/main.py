@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from common.errors import BatonError, ConfigError, needs_extra
+from common.wire.address import host_and_port
 from scripts.cluster_manager.config import ROLES, ClusterConfig, read_cluster_file
 from scripts.cluster_manager.status import Status, is_settled, table
 
@@ -32,6 +34,8 @@ those of that environment."""
 #: How long a command waits for an actor. While logs are followed, a silent one holds up neither others nor the end.
 CALL_S, FOLLOW_S = 30.0, 2.0
 POLL_S = 1.0
+#: How long a command waits for the port of Ray's head.
+CONNECT_S = 10.0
 CLIENT = "ray://"
 #: Ray's server of clients starts a process for each by forking beside gRPC's threads, which now and then fails.
 CLIENT_TRIES = 3
@@ -143,7 +147,7 @@ class Cluster:
             raise ConfigError(f"--address {self._address} {needs_extra('ray')} (no module named grpc)")
         try:
             self._connect(ray)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             what = "is it running, with grpcio, and are versions and token the same?" if is_client else ""
             raise ConfigError(
                 f"--address {self._address}: no Ray cluster answers ({_first_line(error)}); "
@@ -154,6 +158,9 @@ class Cluster:
     def _connect(self, ray: Any) -> None:
         from scripts.cluster_manager.state import NAMESPACE
 
+        if ":" in self._address and not self._address.startswith(CLIENT):
+            # Where nothing answers, Ray itself waits for more than ten minutes.
+            socket.create_connection(host_and_port(self._address, "--address"), CONNECT_S).close()
         for tries_left in reversed(range(CLIENT_TRIES)):
             try:
                 ray.init(address=self._address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")

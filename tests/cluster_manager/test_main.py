@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import ray
+from support.service.processes import free_port
 
 from common.errors import ConfigError
 from scripts.cluster_manager import instances
@@ -144,6 +145,12 @@ def test_a_cluster_that_was_started_again_is_found() -> None:
         cluster.call("events")
     fake.failure, fake.supervisor = None, "second"
     assert cluster.call("events") == "second"
+
+
+def test_an_address_at_which_nothing_listens_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    assert main(["status", "--address", address]) == 2
+    assert f"--address {address}: no Ray cluster answers ([Errno 111] Connection refused)" in capsys.readouterr().err
 
 
 def test_an_address_from_outside_that_does_not_answer_asks_for_all_causes(monkeypatch: pytest.MonkeyPatch) -> None:
