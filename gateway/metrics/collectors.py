@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from common.config.shared import ROLES
@@ -122,6 +122,7 @@ class Metrics:
             for stage in STAGES.values():
                 self._stages.of(pool.model, stage)
         self._waits = QueueMetrics(pools, registry, starvation_bound_s=starvation_bound_s)
+        ProcessCollector(registry=registry)
         registry.register(_NodeCollector(pools, mailbox))
         registry.register(_RecoveryCollector(pools, dispatcher))
         if exporter is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import NamedTuple
 
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from common.metrics.distribution import Distribution
@@ -206,6 +206,7 @@ class NodeMetrics:
         self._snapshots = snapshots
         self._stats = stats
         self._steps = steps
+        self._process = ProcessCollector(registry=None)
         self._labels = {
             "vllm": {"model_name": identity.model, "engine": "0"},
             "sglang": {"model_name": identity.model, "engine_type": identity.role, "tp_rank": "0", "pp_rank": "0"},
@@ -228,6 +229,7 @@ class NodeMetrics:
                 for name in names:
                     yield self._histogram(name, text, getattr(source, attribute))
         yield self._ends()
+        yield from self._process.collect()
         if not snapshots:
             return
         last = snapshots[-1]

@@ -8,6 +8,7 @@ from collections import Counter as Totals
 from types import SimpleNamespace
 
 import msgspec
+import psutil
 import pytest
 import zmq
 from support.gateway.fake_nodes import echo, running, silent
@@ -326,6 +327,11 @@ async def test_requests_that_are_sent_again_are_counted(stack):
     assert not only(changes, "baton_outputs")
 
 
+async def test_the_memory_of_the_process_is_shown(stack):
+    [shown] = only(await scrape(stack), "process_resident_memory_bytes").values()
+    assert shown == pytest.approx(psutil.Process().memory_info().rss, rel=0.5)
+
+
 async def test_no_series_is_left_out_of_these_tests(stack):
     """A new series needs a test that it moves."""
     await stack.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})
@@ -340,4 +346,6 @@ async def test_no_series_is_left_out_of_these_tests(stack):
         "baton_control_connections_refused_total", "baton_waiting_seconds", "baton_priority_waiting_seconds",
         "baton_starved_total", "baton_requests_waiting", "baton_schedule_policy",
         "baton_recoveries_total", "baton_resting_pairs", "baton_idempotent_retries_total",
+        "process_cpu_seconds_total", "process_resident_memory_bytes", "process_virtual_memory_bytes",
+        "process_open_fds", "process_max_fds", "process_start_time_seconds",
     }  # fmt: skip

@@ -1,5 +1,6 @@
 """A node's ``/metrics``: values by hand, one count under all of its names, and text that Prometheus can read."""
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -131,6 +132,11 @@ def test_before_the_first_snapshot_there_are_only_distributions():
     names = {name for name, _ in samples()}
     assert "vllm:request_success_total" in names
     assert "vllm:num_requests_running" not in names
+
+
+def test_the_memory_of_the_process_is_shown():
+    rss = psutil.Process().memory_info().rss
+    assert value(samples(), "process_resident_memory_bytes", {}) == pytest.approx(rss, rel=0.5)
 
 
 def test_a_name_with_other_characters_is_shown_with_underscores():
