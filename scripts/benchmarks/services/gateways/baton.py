@@ -44,6 +44,8 @@ DECODE_SPANS = (
     StageSpan("transfer", 1.021, 0.001, 1),
     StageSpan("batch_join", 1.022, 0.01),
 )
+#: How long the nodes may be silent. A node that was lost would not register again.
+NODE_TIMEOUT_S = 60.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz"  # each is one token, whose text is one chunk
 
 
@@ -188,6 +190,7 @@ async def baton(
         sys.executable, "-m", "gateway", "--model", SMALL_MODEL, "--served-model-name", SMALL_MODEL_NAME,
         "--port", "0", "--control-port", "0", "--max-queued-requests", "4096",
         "--no-log-requests",  # the peers log errors alone
+        "--node-timeout", str(NODE_TIMEOUT_S),
         *options,
     ]  # fmt: skip
     keys = load_keys(None, is_insecure="--insecure" in options, role="node")

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 from scripts.benchmarks.harness.cpu_contention import cpu_seconds
 
 WARM_UP_S = 0.3
+BEGIN_S = 60.0  # within which a stream has begun
 
 #: Makes a stream send its next chunk, given the client's connection.
 Advance = Callable[["Connection"], None]
@@ -180,7 +181,7 @@ async def _streams(gateway: Gateway, load: Load, seconds: float) -> Measurement:
     connections = await connect(gateway, load.count, on_data)
     for connection in connections:
         connection.send(http_post(load.path, {**load.body, "stream": True, "max_tokens": 1 << 19}))
-        advances[connection] = await asyncio.wait_for(gateway.upstream.begun(), 10.0)
+        advances[connection] = await asyncio.wait_for(gateway.upstream.begun(), BEGIN_S)
     for connection, advance in advances.items():
         advance(connection)
     measurement = await _rate(gateway.pid, lambda: num_chunks, seconds)
