@@ -68,7 +68,8 @@ def _states(pid: int) -> list[str]:
 def join(writer: End, reader: End, transport: str, epoch: int = 1) -> None:
     connect = reader.ask("offer", peer=PREFILL, epoch=epoch)
     assert writer.ask("attach", peer=DECODE, connect=connect) == ""
-    assert until(lambda: writer.ask("news")) == [[DECODE, epoch, "", transport]]
+    news = until(lambda: writer.ask("news"))
+    assert news == [[DECODE, epoch, "", transport]], news  # pytest shows nothing of this module by itself
     assert reader.ask("chosen", peer=PREFILL, epoch=epoch, transport=transport)
 
 
