@@ -78,7 +78,9 @@ def freeze_rope(model: nn.Module) -> None:
             module.rope_type = {layer: _frozen(one) for layer, one in kind.items()}
         elif isinstance(kind, str):
             module.rope_type = _frozen(kind)
-            if "short_mscale" in (rope := module.config.rope_parameters):
+            # The rotary embedding of a checkpoint's own code may have no configuration.
+            rope = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+            if "short_mscale" in rope:
                 # Phi 3.5 MoE computes both again by its configuration, whatever ``rope_type`` is.
                 module.config = copy.copy(module.config)
                 module.config.rope_parameters = {**rope, "rope_type": "default"}

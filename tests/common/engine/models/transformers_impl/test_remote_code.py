@@ -12,6 +12,7 @@ from support.engine.reference_models import TINY, draw_prompts, draw_weights
 
 from common.engine.factory import load_executor
 from common.engine.models.implementation import ModelSource, load_config
+from common.engine.models.transformers_impl.attention import freeze_rope
 from common.errors import UnsupportedModelError
 
 MAX_NEW = 6
@@ -152,3 +153,10 @@ def test_a_checkpoint_without_code_runs_none_and_nothing_is_said(
     with caplog.at_level(logging.INFO), pytest.raises(UnsupportedModelError, match="not those of a LlamaForCausalLM"):
         load_config(ModelSource(str(folder), implementation="transformers", trust_remote_code=True))
     assert "--trust-remote-code" not in caplog.text
+
+
+def test_a_rotary_embedding_without_a_configuration_keeps_its_frequencies() -> None:
+    rotary = torch.nn.Module()
+    rotary.rope_type = "dynamic"  # type: ignore[assignment]
+    freeze_rope(rotary)
+    assert rotary.rope_type == "default"
