@@ -5,6 +5,15 @@
 
 #include "paged.h"
 
+/* The formats of pages for which there are dot products, as bits. */
+#ifdef __AVX512BF16__
+enum { DOTS = 1 << BF16 | 1 << I8 };
+#elif defined(__AVX512VNNI__)
+enum { DOTS = 1 << I8 };
+#else
+enum { DOTS = 0 };
+#endif
+
 #ifdef __AVX512VNNI__
 
 INLINE __m512i pairs_at(const char *array, ptrdiff_t index, int dtype) {

@@ -2,32 +2,31 @@
  *
  * Weights keep their format and are widened in registers. A vector of the packed weight, 64 bytes, holds two
  * consecutive inputs of sixteen outputs in bfloat16 and float16, or one input in float32. Rows of x are widened before, in
- * tiles of at most ROWS rows: [inputs, rows]. Few rows take as long as memory needs to deliver the weights, many as long as
+ * tiles of at most MOST_ROWS rows: [inputs, rows]. Few rows take as long as memory needs to deliver the weights, many as long as
  * the products take.
  *
  * Each sum adds its products in the order of the inputs, so that a row's result depends on no other row.
  */
 #include <omp.h>
 
-#include "parts.h"
+#include "products.h"
 
 #if defined(SIMD) && !defined(__AVX512F__)
 
-enum { ROWS = 6, PARTS = BLOCK / LANES }; /* 12 sums, 2 weights and an input fit in the 16 registers */
-enum { MAX_TOGETHER = 4 };                /* blocks of sixteen outputs in a tile of one row */
-enum { CHUNK_BYTES = 384 << 10 };         /* of widened rows, which stay in the second cache meanwhile */
+enum { MOST_ROWS = 6 };            /* 12 sums, 2 weights and an input fit in the 16 registers */
+enum { MOST_BLOCKS = 4 };          /* of sixteen outputs in a tile of one row */
+enum { CHUNK_BYTES = 384 << 10 }; /* of widened rows, which stay in the second cache meanwhile */
 
-/* Some rows times a block of sixteen outputs or several. `ahead`: what to fetch meanwhile, so many bytes in each turn. */
 typedef struct {
-    const float *x; /* [inputs, rows] */
-    const char *weight, *ahead;
-    long ahead_step, inputs, row, column;
-    const Output *to;
-} Tile;
+    const float *x; /* [inputs, rows] of each tile */
+    const char *weight;
+    long inputs;
+    Output to;
+} Linear;
 
 /* Rows of each tile but the last: as even as possible. */
 INLINE long tile_rows(long rows) {
-    const long tiles = (rows + ROWS - 1) / ROWS;
+    const long tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
     return (rows + tiles - 1) / tiles;
 }
 
@@ -61,20 +60,24 @@ INLINE vf widened_weight(vu words, int second, int dtype) {
     return (vf)_mm256_cvtph_ps(second ? _mm256_extracti128_si256(parted, 1) : _mm256_castsi256_si128(parted));
 }
 
-INLINE void multiply_tile(const Tile *tile, int rows, int blocks, int dtype) {
+INLINE void multiply_tile(const Linear *p, const Part *part, int rows, int blocks, int dtype) {
     const int each = dtype == F32 ? 1 : 2, vectors = blocks * PARTS; /* each: inputs in a word of the weight */
-    const ptrdiff_t block_bytes = tile->inputs / each * 64;
-    const char *weight = tile->weight, *ahead = tile->ahead;
-    vf sums[ROWS][MAX_TOGETHER * PARTS], totals[ROWS * MAX_TOGETHER * PARTS];
+    const long inputs = p->inputs;
+    const ptrdiff_t block_bytes = inputs / each * 64, step_bytes = part->pass < part->passes ? 64 / part->passes : 0;
+    const char *weight = p->weight + part->block * block_bytes;
+    const float *x = p->x + part->row * inputs;
+    /* Each of several passes over a block fetches its share of the next one. */
+    const char *ahead = weight + (part->passes == 1 ? AHEAD / 4 : block_bytes + block_bytes * part->pass / part->passes);
+    vf sums[MOST_ROWS][MOST_BLOCKS * PARTS], totals[MOST_ROWS * MOST_BLOCKS * PARTS];
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < vectors; j++) sums[i][j] = (vf){0};
-    for (long k = 0; k < tile->inputs; k += each, weight += 64, ahead += tile->ahead_step) {
+    for (long k = 0; k < inputs; k += each, weight += 64, ahead += step_bytes) {
         for (int j = 0; j < blocks; j++) __builtin_prefetch(ahead + j * block_bytes, 0, 2);
 #pragma GCC unroll 2
         for (int one = 0; one < each; one++) {
-            vf weights[MAX_TOGETHER * PARTS];
+            vf weights[MOST_BLOCKS * PARTS];
 #pragma GCC unroll 8
             for (int j = 0; j < vectors; j++) {
                 const vu words = (vu)load(weight + j / PARTS * block_bytes, j % PARTS * LANES, F32);
@@ -82,7 +85,7 @@ INLINE void multiply_tile(const Tile *tile, int rows, int blocks, int dtype) {
             }
 #pragma GCC unroll 6
             for (int i = 0; i < rows; i++) {
-                const vf input = (vf)_mm256_broadcast_ss(tile->x + (k + one) * rows + i);
+                const vf input = (vf)_mm256_broadcast_ss(x + (k + one) * rows + i);
 #pragma GCC unroll 8
                 for (int j = 0; j < vectors; j++) add_product(&sums[i][j], weights[j], input);
             }
@@ -92,44 +95,20 @@ INLINE void multiply_tile(const Tile *tile, int rows, int blocks, int dtype) {
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < vectors; j++) totals[i * vectors + j] = sums[i][j];
-    write_sums(totals, tile->to, tile->row, tile->column, rows, vectors);
+    write_sums(totals, &p->to, part->row, part->block * BLOCK, rows, vectors);
 }
 
-INLINE void multiply_rows(const Tile *tile, long rows, long blocks, int dtype) {
-    switch (rows * 8 + blocks) {
+INLINE void multiply_rows(const Linear *p, const Part *part, int dtype) {
+    switch (part->rows * 8 + part->blocks) {
 #define CASE(rows, blocks) \
-    case rows * 8 + blocks: return multiply_tile(tile, rows, blocks, dtype);
+    case rows * 8 + blocks: return multiply_tile(p, part, rows, blocks, dtype);
         CASE(1, 4) CASE(1, 1) CASE(2, 3) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1)
 #undef CASE
     }
 }
 
-static void multiply(const float *x, const char *weight, const Output *to, long rows, long inputs) {
-    const int dtype = to->dtype;
-    const long most = tile_rows(rows), all_blocks = to->width / BLOCK;
-    long together = rows == 1 ? MAX_TOGETHER : rows == 2 ? 3 : 1; /* enough sums to hide a product's latency */
-    if (all_blocks / together < 2 * omp_get_max_threads()) together = 1; /* so that every core gets a part */
-    const long fitting = CHUNK_BYTES / 4 / inputs / most * most, chunk = fitting < most ? most : fitting;
-    const long units = (all_blocks + together - 1) / together;
-    const ptrdiff_t block_bytes = inputs * BLOCK * (ptrdiff_t)item_bytes(dtype);
-    /* A thread computes the same blocks of every chunk, so that none waits for another between two chunks. */
-#pragma omp parallel if (rows * inputs * to->width > 1 << 18)
-    for (long start = 0; start < rows; start += chunk) {
-        const long end = start + chunk < rows ? start + chunk : rows, passes = (end - start + most - 1) / most;
-#pragma omp for schedule(static) nowait
-        for (long unit = 0; unit < units; unit++) {
-            const long first = unit * together, count = all_blocks - first < together ? 1 : together;
-            for (long block = first; block < first + together && block < all_blocks; block += count)
-                for (long row = start, pass = 0; row < end; row += most, pass++) {
-                    Tile tile = {.x = x + row * inputs, .weight = weight + block * block_bytes, .inputs = inputs,
-                                 .row = row, .column = block * BLOCK, .to = to, .ahead_step = 64 / passes};
-                    /* Each of several passes over a block fetches its share of the next one. */
-                    tile.ahead = tile.weight + (passes == 1 ? AHEAD / 4 : block_bytes + block_bytes * pass / passes);
-                    const long left = rows - row < most ? rows - row : most;
-                    WITH_CONSTANT(dtype, multiply_rows, &tile, left, count);
-                }
-        }
-    }
+static void multiply(const void *product, const Part *part) {
+    WITH_CONSTANT(((const Linear *)product)->to.dtype, multiply_rows, product, part);
 }
 
 EXPORT int baton_can_multiply(int dtype) { return dtype == BF16 || dtype == F32 || dtype == F16; }
@@ -145,6 +124,10 @@ EXPORT void baton_linear(Rows x, const char *weight, const char *bias, Rows out,
         const long count = rows - row < most ? rows - row : most;
         WITH_CONSTANT(dtype, widen_tile, from, widened + row * inputs, inputs, count);
     }
-    multiply(widened, weight, &(Output){bias, out, width, dtype, out_dtype}, rows, inputs);
+    const Linear product = {widened, weight, inputs, {bias, out, width, dtype, out_dtype}};
+    int together = rows == 1 ? MOST_BLOCKS : rows == 2 ? 3 : 1; /* enough sums to hide a product's latency */
+    if (width / BLOCK / together < 2 * omp_get_max_threads()) together = 1; /* so that every core gets a part */
+    multiply_all(multiply, &product, rows, most, CHUNK_BYTES / 4 / inputs, width / BLOCK, together,
+                 rows * inputs * width > 1 << 18);
 }
 #endif

@@ -216,11 +216,13 @@ class Kernels:
         #: Whether processor and operating system have AMX.
         self.has_amx = bool(library.baton_has_amx())
         #: Whether the processor has a dot product of bfloat16 pairs, which ``long_attention`` needs.
-        self.has_bf16_dot = bool(library.baton_has_bf16_dot())
+        self.has_bf16_dot = bool(library.baton_has_dots(DTYPES[torch.bfloat16]))
         #: Formats of weights that ``linear`` multiplies.
         self.linear_dtypes = [dtype for dtype, number in DTYPES.items() if library.baton_can_multiply(number)]
-        #: Whether the processor has dot products of bytes and of pairs of 16-bit integers.
-        self.has_int8_dot = bool(library.baton_has_int8_dot())
+        #: Whether the processor has a dot product of pairs of 16-bit integers, for attention to pages of int8.
+        self.has_int8_dot = bool(library.baton_has_dots(DTYPES[torch.int8]))
+        #: Whether ``linear_quantized`` computes anything.
+        self.has_quantized_linear = bool(library.baton_can_multiply_quantized())
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         assert x.is_contiguous() and (delta is None or delta.is_contiguous())
@@ -296,7 +298,7 @@ class Kernels:
     def can_multiply_quantized(self, weight: QuantizedWeight) -> bool:
         """Whether ``linear_quantized`` computes the product with this weight here."""
         size = weight.group_size
-        return self.has_int8_dot and len(weight.values) % LANES == 0 and size % LANES == 0 and size <= MAX_GROUP
+        return self.has_quantized_linear and len(weight.values) % LANES == 0 and size % LANES == 0 and size <= MAX_GROUP
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, memory: HugePages) -> PackedWeight:
         """Return the weight in the order that quantized_linear.c describes."""

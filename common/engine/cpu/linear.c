@@ -58,8 +58,8 @@ EXPORT void baton_linear(Rows x, const char *weight, const char *bias, Rows out,
     if (in_tiles && rows % 16 != 0) /* whole tiles are read */
         x.at = memcpy(copied, x.at, (size_t)(2 * ((rows - 1) * x.stride + inputs)));
     const Linear product = {x, weight, inputs, dtype, in_tiles, {bias, out, width, dtype, out_dtype}};
-    multiply_all(multiply, &product, rows, 2 * inputs, in_tiles ? 32 : ROWS, width / LANES,
-                 rows * inputs * width > 1 << 18);
+    multiply_all(multiply, &product, rows, in_tiles ? 32 : ROWS, in_tiles ? CACHED / 2 / inputs : rows, width / LANES,
+                 BLOCKS, rows * inputs * width > 1 << 18);
 }
 #elif !defined(SIMD) || defined(__AVX512F__)
 EXPORT int baton_can_multiply(int dtype) { return 0; }

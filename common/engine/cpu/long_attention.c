@@ -174,11 +174,7 @@ EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_
         attend_piece(kv, pieces + unit / kv->groups, unit % kv->groups,
                      scratch + omp_get_thread_num() * scratch_bytes, q, out);
 }
-
-EXPORT int baton_has_bf16_dot(void) { return 1; }
 #else
-EXPORT int baton_has_bf16_dot(void) { return 0; }
-
 EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch,
                                  long scratch_bytes, Rows q, Rows out) {}
 #endif

@@ -35,16 +35,9 @@ typedef struct {
 } Tile;
 
 /* Whether dot_attention.h computes this. */
-INLINE int with_dots(long dim, int dtype) {
-#ifdef __AVX512BF16__
-    if (dtype == BF16) return dim % (2 * LANES) == 0;
-#endif
-#ifdef __AVX512VNNI__
-    if (dtype == I8) return dim % (2 * LANES) == 0;
-#endif
-    (void)dim, (void)dtype;
-    return 0;
-}
+INLINE int with_dots(long dim, int dtype) { return DOTS >> dtype & 1 && dim % (2 * LANES) == 0; }
+
+EXPORT int baton_has_dots(int dtype) { return with_dots(2 * LANES, dtype); }
 
 /* Fetch `next` elements of a token, one line of memory at each call with another `i`, unless there is no next tile. */
 INLINE void fetch(const Tile *next, long t, long i, int dtype) {

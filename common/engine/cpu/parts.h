@@ -13,11 +13,15 @@ enum { BLOCKS = 3 };
 enum { BLOCKS = 1 };
 #endif
 
+enum { PARTS = BLOCK / LANES }; /* vectors of a block */
 enum { AHEAD = 8192 }; /* how many bytes ahead weights are fetched */
 
 #ifdef __AVX512BW__
 /* Zen 5, and what follows it. */
 INLINE int is_zen5(void) { return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vp2intersect"); }
+#else
+#define is_zen5() 0
+#endif
 
 /* What to ask for while weights are multiplied: in each step so many bytes of weights, and with AMX a row of the results
  * as long as there are any. */
@@ -33,7 +37,7 @@ typedef struct {
  * multiplied, and is disturbed unless it is asked for what it fetches next anyway. Where several `passes` with all rows
  * that fit read a tile of weights, each asks for its share of the next tile, and a last one with fewer rows for none. */
 INLINE Ahead ahead_of(const char *tile, long step_bytes, long steps, long pass, long passes, int has_few_rows) {
-    const long share = step_bytes / passes, distance = has_few_rows && !is_zen5() ? 512 : AHEAD;
+    const long share = step_bytes / passes, distance = has_few_rows && LANES == 16 && !is_zen5() ? 512 : AHEAD;
     if (pass >= passes) return (Ahead){0};
     if (passes == 1) return (Ahead){.at = tile + distance, .bytes = step_bytes, .is_near = is_zen5()};
     return (Ahead){.at = tile + step_bytes * steps + share * steps * pass, .bytes = share};
@@ -44,9 +48,6 @@ INLINE void fetch_ahead(Ahead *ahead) {
         ahead->is_near ? __builtin_prefetch(ahead->at + at, 0, 3) : __builtin_prefetch(ahead->at + at, 0, 2);
     ahead->at += ahead->bytes;
 }
-#else
-#define is_zen5() 0
-#endif
 
 /* Call with one or BLOCKS blocks and up to eight rows as constants, the last arguments. */
 #define WITH_SHAPE(blocks, rows, function, ...)                                \
@@ -57,9 +58,9 @@ INLINE void fetch_ahead(Ahead *ahead) {
             WITH_BLOCKS(7, function, __VA_ARGS__) WITH_BLOCKS(8, function, __VA_ARGS__) \
         }                                                                      \
     while (0)
-#define WITH_BLOCKS(rows, function, ...)                      \
-    case 2 * (rows): function(__VA_ARGS__, 1, rows); break;   \
-    case 2 * (rows) + 1: function(__VA_ARGS__, BLOCKS, rows); break;
+#define WITH_BLOCKS(rows, function, ...)                                          \
+    case 2 * (rows): if (rows <= ROWS) function(__VA_ARGS__, 1, rows); break;      \
+    case 2 * (rows) + 1: if (rows <= ROWS && BLOCKS > 1) function(__VA_ARGS__, BLOCKS, rows); break;
 
 /* Where the results of a product go. bias: [width] in `dtype`, or null; out: [rows, width] in `out_dtype`. */
 typedef struct {

@@ -96,9 +96,9 @@ typedef int TileConfig;
 #define restore_tiles(before) (void)(before)
 #endif
 
+enum { ROWS = LANES / 2 }; /* with 3 blocks 24 sums, 3 weights and one input fit in the 32 registers of AVX-512 */
+
 #ifdef __AVX512BW__
-enum { CACHED = 768 << 10 }; /* bytes of rows that stay in the cache of a core with AMX beside weights and results */
-enum { ROWS = 8 }; /* with 3 blocks 24 sums, 3 weights and one input fit in the 32 registers */
 
 /* The first or the second number of each pair. */
 INLINE __m512 widened(__m512i pairs, int second, int dtype) {
@@ -132,23 +132,28 @@ INLINE void multiply_dots(const uint32_t *x, long stride, const char *by, int bl
     }
 }
 
+#endif
+
+#ifdef SIMD
+enum { CACHED = 768 << 10 }; /* bytes of rows that stay in the cache of a core with AMX beside weights and results */
+
 typedef void Multiply(const void *product, const Part *part);
 
-/* Multiplies every `most` rows by every BLOCKS blocks of outputs; one or two that are left over at the end each alone. With
- * AMX, rows that fit into the cache are multiplied by all weights before the next. */
-INLINE void multiply_all(Multiply *multiply, const void *product, long rows, long row_bytes, long most, long all_blocks,
-                         int in_parallel) {
-    const long fitting = most > ROWS ? CACHED / row_bytes : rows, times = rows / (fitting + 1) + 1;
-    const long together = (rows + times * most - 1) / (times * most) * most;
+/* Multiplies every `most` rows by every `together` blocks of outputs; blocks that are left over at the end each alone. So
+ * many rows as are `fitting` into a cache are multiplied by all weights before the next. A thread computes the same blocks
+ * of them each time, so that none waits for another. */
+INLINE void multiply_all(Multiply *multiply, const void *product, long rows, long most, long fitting, long all_blocks,
+                         int together, int in_parallel) {
+    const long times = rows / (fitting + 1) + 1, run = (rows + times * most - 1) / (times * most) * most;
 #pragma omp parallel if (in_parallel)
-    for (long start = 0; start < rows; start += together) {
-        const long end = start + together < rows ? start + together : rows, passes = (end - start) / most;
+    for (long start = 0; start < rows; start += run) {
+        const long end = start + run < rows ? start + run : rows, passes = (end - start) / most;
         TileConfig before;
         if (most > ROWS) configure_tiles(&before);
 #pragma omp for schedule(static) nowait
-        for (long first = 0; first < all_blocks; first += BLOCKS) {
-            const long is_whole = all_blocks - first >= BLOCKS, last = is_whole ? first + BLOCKS : all_blocks;
-            Part part = {.passes = passes ? passes : 1, .blocks = is_whole ? BLOCKS : 1};
+        for (long first = 0; first < all_blocks; first += together) {
+            const long is_whole = all_blocks - first >= together, last = is_whole ? first + together : all_blocks;
+            Part part = {.passes = passes ? passes : 1, .blocks = is_whole ? together : 1};
             for (part.row = start; part.row < end; part.row += most, part.pass++) {
                 part.rows = (int)(end - part.row < most ? end - part.row : most);
                 for (part.block = first; part.block < last; part.block += part.blocks) multiply(product, &part);

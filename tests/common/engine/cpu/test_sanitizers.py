@@ -137,7 +137,7 @@ for weight_dtype, keep in itertools.product(("auto", "int8", "int4"), (None, [],
     kept = None if keep is None else torch.tensor(keep, dtype=torch.int64)
     model = Decoder(config, weights)
     plain = kernels.can_multiply(torch.ones(16, 2).bfloat16())
-    assert (model._native is not None) == (plain if weight_dtype == "auto" else kernels.has_int8_dot)
+    assert (model._native is not None) == (plain if weight_dtype == "auto" else kernels.has_quantized_linear)
     with torch.inference_mode():
         assert model.hidden_states(torch.arange(43), batch.positions, step, kept).isfinite().all()
 
