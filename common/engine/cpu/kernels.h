@@ -1,11 +1,14 @@
 /* Vectors of sixteen floats, or eight without AVX-512, loaded from and stored to the three number formats, with the
- * vector extensions of GCC (version 12 on) and clang.
+ * vector extensions of GCC (version 11 on).
  *
  * `dtype` is a compile-time constant wherever these are inlined: WITH_CONSTANT branches on it.
  */
 #ifndef BATON_KERNELS_H
 #define BATON_KERNELS_H
 
+#ifdef __clang__
+#error "the kernels need GCC 11 or newer; code of clang calls another OpenMP runtime than that of torch"
+#endif
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -35,7 +38,9 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+#ifndef SIMD
 typedef _Float16 vh16 __attribute__((vector_size(2 * LANES)));
+#endif
 typedef int8_t vb __attribute__((vector_size(LANES)));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -128,9 +133,9 @@ INLINE vi lane_numbers(void) {
 
 /* The lanes moved by 8, 4 or 2 places. */
 INLINE vf turned(vf x, int size) {
-    if (size == 8) return __builtin_shufflevector(x, x, EACH_LANE(TURNED, 8));
-    if (size == 4) return __builtin_shufflevector(x, x, EACH_LANE(TURNED, 4));
-    return __builtin_shufflevector(x, x, EACH_LANE(TURNED, 2));
+    if (size == 8) return __builtin_shuffle(x, (vi){EACH_LANE(TURNED, 8)});
+    if (size == 4) return __builtin_shuffle(x, (vi){EACH_LANE(TURNED, 4)});
+    return __builtin_shuffle(x, (vi){EACH_LANE(TURNED, 2)});
 }
 
 INLINE float sum(vf x) {
@@ -198,8 +203,8 @@ INLINE vf exponential(vf x) {
 #define EXCHANGE(rows, size)                                                                         \
     _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) if ((i & (size)) == 0) {                \
         const vu upper = rows[i], lower = rows[i + (size)];                                          \
-        rows[i] = __builtin_shufflevector(upper, lower, EACH_LANE(OF_LEFT, size));                   \
-        rows[i + (size)] = __builtin_shufflevector(upper, lower, EACH_LANE(OF_RIGHT, size));         \
+        rows[i] = __builtin_shuffle(upper, lower, (vi){EACH_LANE(OF_LEFT, size)});                   \
+        rows[i + (size)] = __builtin_shuffle(upper, lower, (vi){EACH_LANE(OF_RIGHT, size)});         \
     }
 #define OF_LEFT(lane, size) ((lane) & (size) ? LANES + (lane) - (size) : (lane))
 #define OF_RIGHT(lane, size) ((lane) & (size) ? LANES + (lane) : (lane) + (size))

@@ -3,11 +3,7 @@
  * Every operation is rounded by itself, so that the weights have the same bits on every processor and device: the
  * compiler must not fuse products and sums.
  */
-#ifdef __clang__
-#pragma STDC FP_CONTRACT OFF
-#else
 #pragma GCC optimize("fp-contract=off")
-#endif
 #include "kernels.h"
 
 /* Smallest count of numbers for which more than one thread is faster. */
