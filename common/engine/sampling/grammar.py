@@ -25,8 +25,9 @@ from common.system.deep_threads import deep_threads
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-#: Compiled grammars that a node keeps although no request has them.
-MAX_UNUSED = 256
+#: Compiled grammars that a node keeps although no request has them, and the characters of their texts together: one of
+#: 90 KB can take 40 MB.
+MAX_UNUSED, MAX_UNUSED_CHARS = 256, 512 * 1024
 #: Bounds the work on a mask, for which the whole step waits: a tenth of a second of processor time. The
 #: library's own bound is five times as large, and a regular expression of 30 characters reaches it.
 LEXER_FUEL = 200_000
@@ -84,10 +85,19 @@ class GrammarCompiler:
             found = self._in_use.pop(grammar, None)
             if found is not None and not found.cancel():
                 self._unused[grammar] = found
-                if len(self._unused) > MAX_UNUSED:
-                    oldest = next((text for text, found in self._unused.items() if found.done()), None)
-                    if oldest is not None:  # one that is still compiled is not compiled twice
-                        del self._unused[oldest]
+                self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """Forget the grammars that were used longest ago, except those that are still compiled, if there are too many.
+
+        One that is still compiled would be compiled twice.
+        """
+        done = iter([text for text, found in self._unused.items() if found.done()])
+        while len(self._unused) > MAX_UNUSED or sum(map(len, self._unused)) > MAX_UNUSED_CHARS:
+            oldest = next(done, None)
+            if oldest is None:
+                return
+            del self._unused[oldest]
 
     def _compile(self, grammar: str) -> "LLMatcher":
         if self._tokenizer is None:

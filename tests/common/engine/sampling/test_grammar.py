@@ -321,6 +321,18 @@ def test_grammars_in_use_and_those_used_last_stay_compiled(
     ]
 
 
+def test_large_grammars_without_a_request_are_forgotten_sooner(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f'start: "{number}"' + " " * 80 for number in range(4)]
+    monkeypatch.setattr("common.engine.sampling.grammar.MAX_UNUSED_CHARS", 2 * len(texts[0]))
+    for text in texts:
+        compiler.compile(text).result()
+        compiler.drop(text)
+    assert list(compiler._unused)[-2:] == texts[2:]
+    assert sum(map(len, compiler._unused)) <= 2 * len(texts[0])
+
+
 def test_a_dropped_grammar_is_not_compiled_any_more(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two others occupy the threads meanwhile."""
     compile_now, may_go_on = compiler._compile, threading.Event()
