@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.cpu.huge_pages import HugePages
 from common.engine.cpu.kernels import LANES, Groups
 from common.engine.device_copies import to_device
 from common.engine.models.config import ModelConfig
@@ -154,7 +155,7 @@ def make_lora(
     found: dict[Hashable, Addition] = {}
     stacks: dict[tuple[int, str], ExpertStack] = {}
     expert_layers: set[Hashable] = set()
-    own_model = shard.config_of(model)
+    own_model, memory = shard.config_of(model), HugePages()
     for layer in range(model.num_layers):
         own_matrices = _merged_matrices(own_model, layer)
         stacked: dict[str, dict[int, LowRankPair]] = {}
@@ -170,7 +171,7 @@ def make_lora(
                     expert, kind = matrix.removeprefix(_EXPERTS).split(".")
                     stacked.setdefault(kind, {})[int(expert)] = merged
                     continue
-            found[layer, matrix] = _packed(merged, dtype, device)
+            found[layer, matrix] = _packed(merged, dtype, device, memory)
         for kind, pairs in stacked.items():
             assert model.experts is not None
             stacks[layer, kind] = stack_experts(pairs, model.experts.num_experts, dtype, device)
@@ -195,17 +196,19 @@ def make_unmerged_lora(
         experts: by the name of their module, and that of the matrix in it.
     """
     found: dict[Hashable, Addition] = {}
+    memory = HugePages()
     of_experts = {name for matrices in experts.values() for matrix in matrices.values() for name in matrix.parts}
     for name, pair in pairs.items():
         if name not in of_experts:
-            found[name] = _packed(_merged([pair], [len(pair.b)]), dtype, device)
+            found[name] = _packed(_merged([pair], [len(pair.b)]), dtype, device, memory)
     expert_layers: set[Hashable] = set()
     for module, matrices in experts.items():
         for matrix, (shapes, order) in matrices.items():
             parts = [pairs.get(name) for name in shapes]
             if any(parts):
                 down, up = _merged(parts, [outputs for outputs, _ in shapes.values()])
-                found[module, matrix] = _packed(LowRankPair(down, up if order is None else up[order]), dtype, device)
+                merged = LowRankPair(down, up if order is None else up[order])
+                found[module, matrix] = _packed(merged, dtype, device, memory)
                 expert_layers.add(module)
     return LoraWeights(digest, found, expert_layers=frozenset(expert_layers))
 
@@ -232,10 +235,11 @@ def _merged(parts: Sequence[LowRankPair | None], sizes: Sequence[int]) -> LowRan
     return LowRankPair(down, up)
 
 
-def _packed(pair: LowRankPair, dtype: torch.dtype, device: torch.device) -> Addition:
+def _packed(pair: LowRankPair, dtype: torch.dtype, device: torch.device, memory: HugePages) -> Addition:
+    """Pack a pair beside the others of its adapter: memory of its own would take a huge page for each matrix."""
     addition = Addition(*(Linear(weight.to(device=device, dtype=dtype)) for weight in pair))
-    addition.down.pack()
-    addition.up.pack()
+    addition.down.pack(memory=memory)
+    addition.up.pack(memory=memory)
     return addition
 
 

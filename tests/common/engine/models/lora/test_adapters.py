@@ -223,6 +223,23 @@ def test_merged_parts_add_the_sum_of_their_products(small: Path, tmp_path: Path)
         torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_matrices_of_an_adapter_share_huge_pages(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each mapping takes at least one of 2 MiB."""
+    sizes: list[int] = []
+
+    def mapped(num_bytes: int) -> torch.Tensor:
+        sizes.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr("common.engine.cpu.huge_pages._mapped", mapped)
+    adapter = read(make_adapter(tmp_path / "a", small), small)
+    lora = make_lora(adapter, ModelConfig.load(str(small)), torch.float32, torch.device("cpu"))
+    assert len(lora.additions) == 8
+    assert len(sizes) <= 1  # none where no kernel packs them
+
+
 class Case(NamedTuple):
     adapter: str  # empty: the model itself
     prompt: tuple[int, ...]
