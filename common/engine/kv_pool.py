@@ -60,7 +60,7 @@ class LayerKV(NamedTuple):
 
     @property
     def is_latent(self) -> bool:
-        return self.values.storage_offset() == self.keys.storage_offset()
+        return bool(self.values.storage_offset() == self.keys.storage_offset())
 
 
 class KVPool:
