@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -21,11 +22,13 @@ import httpx2
 import openai
 import psutil
 import pytest
+from support.gateway.certificates import make_chain
 from support.service.output import Lines
 from support.service.service import WORKER
 
 from common.config.serve import ServeConfig
 from common.errors import ConfigError
+from gateway.http.access.tls import make_tls_context
 from scripts.serving.cpu_affinity import Share
 from scripts.serving.serve import _call, _on_signals, bind, children, free_port, tell_ready, with_key
 from scripts.serving.supervisor import Supervisor
@@ -376,6 +379,24 @@ def test_serve_sends_a_key_of_any_letters() -> None:
         thread.join()
     assert "Authorization: Bearer ключ".encode() in heads[0]
     assert b"Host: localhost\r\n" in heads[0], "whatever --host is, --allowed-hosts does not refuse it"
+
+
+def test_serve_trusts_the_certificate_of_its_gateway_beside_that_of_any_authority(tmp_path: Path) -> None:
+    def answer(listener: socket.socket) -> None:
+        with contextlib.suppress(ssl.SSLError), tls.wrap_socket(listener.accept()[0], server_side=True) as connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    made = make_chain(tmp_path)
+    tls = make_tls_context(str(made.cert), str(made.key))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        config = ServeConfig(port=listener.getsockname()[1], tls_cert=str(made.cert), tls_key=str(made.key))
+        try:
+            assert _call(config, None, "GET", "/ready") == (200, b"")
+        finally:
+            thread.join()
 
 
 def test_serve_continues_if_stdout_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

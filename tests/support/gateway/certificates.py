@@ -39,6 +39,21 @@ def make_certificate(folder: Path, *more: str) -> Certificate:
     return made
 
 
+def make_chain(folder: Path) -> Certificate:
+    """A certificate followed by its authority's. Both lack extensions that RFC 5280 demands."""
+    made = Certificate(folder / "chain.pem", folder / "key.pem")
+    ours, authority, authority_key = (folder / name for name in ("ours.pem", "authority.pem", "authority_key.pem"))
+    new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    for command in (
+        ["req", "-x509", *new, "-subj", "/CN=authority", "-keyout", authority_key, "-out", authority],
+        ["req", *new, "-subj", "/CN=localhost", "-keyout", made.key, "-out", ours],
+        ["x509", "-req", "-in", ours, "-CA", authority, "-CAkey", authority_key, "-set_serial", "1", "-out", made.cert],
+    ):
+        subprocess.run(["openssl", *command], check=True, capture_output=True)
+    made.cert.write_text(made.cert.read_text() + authority.read_text())
+    return made
+
+
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     return make_certificate(tmp_path_factory.mktemp("tls"))
