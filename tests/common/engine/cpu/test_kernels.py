@@ -27,10 +27,10 @@ from common.engine.attention import make_attention
 from common.engine.attention.cpu import CpuAttention
 from common.engine.attention.protocol import AttentionParams
 from common.engine.batch import RowArrays, make_batch
-from common.engine.cpu.compile_native import Library, build_library
+from common.engine.cpu.compile_native import BuildError, Library, build_library
 from common.engine.cpu.huge_pages import HugePages
 from common.engine.cpu.kernels import LIBRARY, Groups, Kernels, Rows, WeightTable, load_kernels
-from common.engine.cpu.targets import TARGETS
+from common.engine.cpu.targets import TARGETS, Target
 from common.engine.kv_pool import KVPool
 from common.engine.models.layers import TorchOperations
 
@@ -358,13 +358,38 @@ def test_the_kernels_can_be_compiled_for_processors_of_other_kinds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     """Some have AVX, F16C or FMA without AVX2. Their library has every function that is asked for."""
-    if shutil.which(os.environ.get("CC", "cc")) is None:
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None:
         pytest.skip("no C compiler here")
+    version = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True, check=True).stdout
+    if flags in OLDER and version.startswith("11"):
+        pytest.skip("GCC 11 has no 16-bit floats without F16C")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library = ctypes.CDLL(str(build_library(replace(LIBRARY, flags=(*LIBRARY.flags, "-O1", *flags)))))
     names = set(re.findall(r"library\.(baton_\w+)", LIBRARY.sources[0].with_suffix(".py").read_text()))
     assert len(names) > 15
     assert [name for name in sorted(names) if not hasattr(library, name)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_the_kernels_can_be_compiled_with_gcc_11(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: Target
+) -> None:
+    """It is the compiler of Ubuntu 22.04, RHEL 9 and Amazon Linux 2023."""
+    if shutil.which("gcc-11") is None:
+        pytest.skip("GCC 11 is not installed")
+    monkeypatch.setenv("CC", "gcc-11")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ctypes.CDLL(str(build_library(replace(LIBRARY, flags=(*LIBRARY.flags, "-O1", *target.flags)))))
+
+
+def test_clang_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(BuildError, match="the kernels need GCC 11 or newer"):
+        build_library(replace(LIBRARY, flags=(*LIBRARY.flags, "-D__clang__")))
 
 
 def test_a_library_compiled_once_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
