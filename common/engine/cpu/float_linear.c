@@ -2,8 +2,8 @@
  *
  * Weights keep their format and are widened in registers. A vector of the packed weight, 64 bytes, holds two
  * consecutive inputs of sixteen outputs in bfloat16 and float16, or one input in float32. Rows of x are widened before, in
- * tiles of at most MOST_ROWS rows: [inputs, rows]. Few rows take as long as memory needs to deliver the weights, many as long as
- * the products take.
+ * tiles of at most MOST_ROWS rows: [inputs, rows]. Few rows take as long as memory needs to deliver the weights, many as
+ * long as the products take.
  *
  * Each sum adds its products in the order of the inputs, so that a row's result depends on no other row.
  */
@@ -13,8 +13,8 @@
 
 #if defined(SIMD) && !defined(__AVX512F__)
 
-enum { MOST_ROWS = 6 };            /* 12 sums, 2 weights and an input fit in the 16 registers */
-enum { MOST_BLOCKS = 4 };          /* of sixteen outputs in a tile of one row */
+enum { MOST_ROWS = 6 };           /* 12 sums, 2 weights and an input fit in the 16 registers */
+enum { MOST_BLOCKS = 4 };         /* of sixteen outputs in a tile of one row */
 enum { CHUNK_BYTES = 384 << 10 }; /* of widened rows, which stay in the second cache meanwhile */
 
 typedef struct {

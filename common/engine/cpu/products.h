@@ -1,5 +1,5 @@
 /* The inner loops of matrix products with packed weights: by AMX, whose tiles have 16 rows of 64 bytes, and by dot
- * products. linear.c, quantized_linear.c and long_attention.c share them. */
+ * products; and the loop over the parts of a product. The files of products and long_attention.c share them. */
 #ifndef BATON_PRODUCTS_H
 #define BATON_PRODUCTS_H
 
@@ -96,7 +96,9 @@ typedef int TileConfig;
 #define restore_tiles(before) (void)(before)
 #endif
 
-enum { ROWS = LANES / 2 }; /* with 3 blocks 24 sums, 3 weights and one input fit in the 32 registers of AVX-512 */
+/* With 3 blocks 24 sums, 3 weights and an input fit in the 32 registers of AVX-512; with AVX2 8 sums, 2 weights, their
+ * magnitudes and an input in 16. */
+enum { ROWS = LANES / 2 };
 
 #ifdef __AVX512BW__
 

@@ -1,9 +1,9 @@
 /* Matrix products with weights of 8 or 4 bits, and with inputs that are rounded to 8 bits here, row by row.
  *
  * A weight is an unsigned number minus the zero point of its group, times the scale of its group; a group is a run of
- * inputs of one output. 64 bytes of values hold four inputs of sixteen outputs, which is what the dot product of bytes
- * takes that processors with AVX-512 have; with 4 bits eight inputs: the low half of a byte is an input, the high half the
- * input four later. Blocks of sixteen outputs stand together as in linear.c. Scales and zero points: [out / 16, groups, 16].
+ * inputs of one output. 64 bytes of values hold four inputs of sixteen outputs, which is what AVX-512's dot product of
+ * bytes takes; with 4 bits eight inputs: the low half of a byte is an input, the high half the input four later. Blocks of
+ * sixteen outputs stand together as in linear.c. Scales and zero points: [out / 16, groups, 16].
  *
  * Sums within a group are integers, thus exact: a row's result depends on no other row.
  */
@@ -47,14 +47,15 @@ static void quantize_rows(Rows x, const QuantizedRows *to, const QuantizedWeight
 INLINE void add_dot(vi *sums, vi weights, vi inputs, int bits) {
 #ifdef __AVX512VNNI__ /* not by an intrinsic, for which GCC 12 copies the sums of a loop in every turn */
     __asm__("vpdpbusd %2, %1, %0" : "+v"(*sums) : "v"(weights), "v"(inputs));
-#else /* Two products of magnitudes up to 128 and 127 fit in 16 bits. */
+#else /* weights as magnitudes, signs at the inputs: two products of at most 128 * 127 fit in 16 bits */
     const __m256i w = (__m256i)weights, x = (__m256i)inputs;
     const __m256i pairs = _mm256_maddubs_epi16(bits == 8 ? _mm256_abs_epi8(w) : w, bits == 8 ? _mm256_sign_epi8(x, w) : x);
     *sums += (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #endif
 }
 
-/* Vector j of `vectors` of the weights for the inputs k .. k + 3 of a group; bytes less BYTE_OFFSET. */
+/* Vector j of `vectors` of the weights for the inputs k .. k + 3 of a group. Those of 8 bits are less 128 with AVX2, where
+ * they need a sign; scaled() makes up for it. */
 INLINE vi weights_at(const uint8_t *values, long k, int j, int vectors, int bits) {
     const vu some = (vu)load((const char *)values, (k * bits / 32 * vectors + j) * LANES, F32);
     if (bits == 8) return (vi)(LANES == 8 ? some ^ 0x80808080 : some);
