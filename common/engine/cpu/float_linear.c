@@ -66,7 +66,7 @@ INLINE void multiply_tile(const Linear *p, const Part *part, int rows, int block
     const ptrdiff_t block_bytes = inputs / each * 64, step_bytes = part->pass < part->passes ? 64 / part->passes : 0;
     const char *weight = p->weight + part->block * block_bytes;
     const float *x = p->x + part->row * inputs;
-    /* Each of several passes over a block fetches its share of the next one. */
+    /* Each of several passes over a block fetches its share of the next one, a last one with fewer rows nothing more. */
     const char *ahead = weight + (part->passes == 1 ? AHEAD / 4 : block_bytes + block_bytes * part->pass / part->passes);
     vf sums[MOST_ROWS][MOST_BLOCKS * PARTS], totals[MOST_ROWS * MOST_BLOCKS * PARTS];
 #pragma GCC unroll 6
