@@ -1,9 +1,9 @@
 """The CPU backend: C kernels that read pages in place.
 
 Memory bandwidth limits decode rows and short extends: one kernel reads every key and value once, without gathering.
-Arithmetic limits long extends. In bfloat16, on a processor with a dot product of bfloat16 pairs, a second kernel
-computes them by tiles; elsewhere torch's flash attention does, row by row. Pages of int8 are read by the first kernel,
-and by torch for long extends on processors without dot products of integers.
+Arithmetic limits long extends. In bfloat16 a second kernel computes them by tiles; in other formats torch's flash
+attention does, row by row. Pages of int8 are read by the first kernel, and by torch for long extends on processors
+without dot products of integers.
 """
 
 from ctypes import Array
@@ -57,12 +57,10 @@ class CpuAttention:
         self.num_groups = num_groups(num_heads, pool.layout.num_kv_heads)
         #: Query heads that are computed together.
         self.group = num_heads // self.num_groups
-        layout, fits_vectors = pool.layout, pool.layout.head_dim % (2 * LANES) == 0
-        processor_has_dots = {"bfloat16": kernels.has_bf16_dot, "int8": kernels.has_int8_dot}
-        has_dots = fits_vectors and processor_has_dots.get(layout.dtype, False)
-        self.has_long_attention = has_dots and layout.dtype == "bfloat16"
+        dtype, fits_vectors = pool.layout.dtype, pool.layout.head_dim % (2 * LANES) == 0
+        self.has_long_attention = dtype == "bfloat16" and fits_vectors and kernels.has_long_attention
         #: New tokens from which on a row is long.
-        self.long_extend = LONG_EXTEND if self.has_long_attention or not has_dots else NEVER
+        self.long_extend = NEVER if dtype == "int8" and fits_vectors and kernels.has_int8_dot else LONG_EXTEND
 
     def prepare(self, batch: StepBatch) -> "CpuStep":
         return CpuStep(self, batch)
@@ -132,7 +130,8 @@ def _long_pieces(batch: StepBatch, rows: NDArray[np.intp], backend: CpuAttention
     fair = int(batch.rows.num_new[rows].sum()) * layout.num_kv_heads // (PIECES_PER_THREAD * threads)
     pieces = cut_into_pieces(batch, rows, min(max(fair, MIN_PIECE), MAX_PIECE))
     length = -(-int(batch.lengths[rows].max()) // LONG_TILE) * LONG_TILE
-    return LongPieces(pieces, torch.empty(threads, length * layout.head_dim * 4, dtype=torch.uint8))
+    num_bytes = 2 * length * layout.head_dim * 4  # keys and values, in float32 at most
+    return LongPieces(pieces, torch.empty(threads, num_bytes, dtype=torch.uint8))
 
 
 def cpu_conflict(layout: PageLayout) -> str:

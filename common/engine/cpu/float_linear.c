@@ -13,9 +13,9 @@
 
 #if defined(SIMD) && !defined(__AVX512F__)
 
-enum { MOST_ROWS = 6 };           /* 12 sums, 2 weights and an input fit in the 16 registers */
-enum { MOST_BLOCKS = 4 };         /* of sixteen outputs in a tile of one row */
-enum { CHUNK_BYTES = 384 << 10 }; /* of widened rows, which stay in the second cache meanwhile */
+/* MOST_ROWS: 12 sums, 2 weights and an input fit in the 16 registers. MOST_BLOCKS: of sixteen outputs in a tile of one
+ * row. CHUNK_BYTES: of widened rows, which stay in the second cache meanwhile. */
+enum { MOST_ROWS = 6, MOST_BLOCKS = 4, CHUNK_BYTES = 384 << 10 };
 
 typedef struct {
     const float *x; /* [inputs, rows] of each tile */
@@ -45,15 +45,10 @@ INLINE void widen_tile(Rows x, float *to, long inputs, long rows, int dtype) {
         }
 }
 
-/* sum += a * b, rounded once. Not by an intrinsic, for which GCC 12 copies the sums of a loop in every turn. */
-INLINE void add_product(vf *sum, vf a, vf b) {
-    __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
-}
-
 /* The first or the second input of each word of a weight; a word of float32 is the input. */
 INLINE vf widened_weight(vu words, int second, int dtype) {
     if (dtype == F32) return (vf)words;
-    if (dtype == BF16) return (vf)(second ? words & 0xffff0000 : words << 16);
+    if (dtype == BF16) return widened(words, second, BF16);
     const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15); /* first inputs first */
     const __m256i halves = _mm256_shuffle_epi8((__m256i)words, _mm256_broadcastsi128_si256(order));
     const __m256i parted = _mm256_permute4x64_epi64(halves, 0xd8); /* the same for both halves of the vector */
@@ -87,7 +82,7 @@ INLINE void multiply_tile(const Linear *p, const Part *part, int rows, int block
             for (int i = 0; i < rows; i++) {
                 const vf input = (vf)_mm256_broadcast_ss(x + (k + one) * rows + i);
 #pragma GCC unroll 8
-                for (int j = 0; j < vectors; j++) add_product(&sums[i][j], weights[j], input);
+                for (int j = 0; j < vectors; j++) sums[i][j] = add_product(sums[i][j], weights[j], input);
             }
         }
     }

@@ -42,10 +42,7 @@ INLINE void turn_head(char *head, const char *weight, const float *cos, const fl
     const float scale = weight ? 1.0f / sqrtf(sum(squares) / (float)dim + eps) : 1.0f;
     for (long i = 0; i < half; i += LANES) {
         vf first = load(head, i, dtype) * scale, second = load(head, i + half, dtype) * scale;
-        if (weight) {
-            first *= load(weight, i, dtype);
-            second *= load(weight, i + half, dtype);
-        }
+        if (weight) first *= load(weight, i, dtype), second *= load(weight, i + half, dtype);
         vf c = load((const char *)cos, i, F32), s = load((const char *)sin, i, F32);
         store(head, i, first * c - second * s, dtype);
         store(head, i + half, second * c + first * s, dtype);

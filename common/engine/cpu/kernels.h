@@ -155,15 +155,23 @@ INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
 INLINE vf smaller(vf a, vf b) { return choose(a < b, a, b); }
 #endif
 
-#ifdef __AVX512F__
+/* Rounds to whole numbers below 2^22: adding the number moves what is below one out of the mantissa. */
+INLINE vf to_nearest(vf x) { return (x + 12582912.0f) - 12582912.0f; }
+
 /* 2 to the x, to about 3e-6, by a polynomial that was fitted to it; 0 where x is very small. */
 INLINE vf two_to_the(vf x) {
-    const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const vf r = x - (vf)n;
-    const vf p = (9.5701013e-3f * r + 5.5917859e-2f) * r + 2.4024744e-1f;
-    return (vf)_mm512_scalef_ps((__m512)((p * r + 6.9312179e-1f) * r + 9.9999928e-1f), n);
-}
+#ifdef __AVX512F__
+    const vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = x - n;
+#else
+    const vf n = to_nearest(x), r = x - n;
 #endif
+    const vf power = (((9.5701013e-3f * r + 5.5917859e-2f) * r + 2.4024744e-1f) * r + 6.9312179e-1f) * r + 9.9999928e-1f;
+#ifdef __AVX512F__
+    return (vf)_mm512_scalef_ps((__m512)power, (__m512)n);
+#else
+    return choose(n < splat(-126.0f), (vf){0}, (vf)((vu)power + ((vu)__builtin_convertvector(n, vi) << 23)));
+#endif
+}
 
 INLINE float highest_of(vf x) {
     for (int size = LANES / 2; size > 1; size /= 2) x = larger(x, turned(x, size));
@@ -180,9 +188,6 @@ INLINE float largest_magnitude(const char *array, ptrdiff_t index, long count, i
     }
     return highest_of(largest) + sum(broken);
 }
-
-/* Rounds to whole numbers below 2^22: adding the number moves what is below one out of the mantissa. */
-INLINE vf to_nearest(vf x) { return (x + 12582912.0f) - 12582912.0f; }
 
 /* e to the x, to about 1e-7: split off a power of two, then a polynomial (as in Cephes). Clamped to +-87. */
 INLINE vf exponential(vf x) {

@@ -215,10 +215,10 @@ class Kernels:
             function.restype = None
         #: Whether processor and operating system have AMX.
         self.has_amx = bool(library.baton_has_amx())
-        #: Whether the processor has a dot product of bfloat16 pairs, which ``long_attention`` needs.
-        self.has_bf16_dot = bool(library.baton_has_dots(DTYPES[torch.bfloat16]))
         #: Formats of weights that ``linear`` multiplies.
         self.linear_dtypes = [dtype for dtype, number in DTYPES.items() if library.baton_can_multiply(number)]
+        #: Whether ``long_attention`` computes anything: it needs what the products need.
+        self.has_long_attention = torch.bfloat16 in self.linear_dtypes
         #: Whether the processor has a dot product of pairs of 16-bit integers, for attention to pages of int8.
         self.has_int8_dot = bool(library.baton_has_dots(DTYPES[torch.int8]))
         #: Whether ``linear_quantized`` computes anything.
@@ -368,7 +368,7 @@ class Kernels:
 
     def long_attention(self, kv: Paged, pieces: LongPieces, q: Tensor, out: Tensor) -> None:
         """Compute attention for long pieces in bfloat16; see long_attention.c for the supported shapes."""
-        assert self.has_bf16_dot
+        assert self.has_long_attention
         self._long_attention(
             *(kv, pieces.pieces.data_ptr(), len(pieces.pieces), pieces.scratch.data_ptr(), pieces.scratch.shape[1]),
             *(Rows.of(q), Rows.of(out)),

@@ -22,14 +22,14 @@ typedef struct {
 INLINE void multiply_tile(const Linear *p, const Part *part, int dtype, int blocks, int rows) {
     const long pairs = p->inputs / 2;
     const char *weight = p->weight + part->block * pairs * 64;
-    __m512 sums[ROWS][BLOCKS] = {{{0}}};
+    vf sums[ROWS][BLOCKS] = {{{0}}};
     vf totals[ROWS * BLOCKS];
     multiply_dots((const uint32_t *)row_at(p->x, part->row, dtype), p->x.stride / 2, weight, blocks, sums, pairs, rows,
                   dtype, ahead_of(weight, 64 * blocks, pairs, part->pass, part->passes, rows <= 5));
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < blocks; j++) totals[i * blocks + j] = (vf)sums[i][j];
+        for (int j = 0; j < blocks; j++) totals[i * blocks + j] = sums[i][j];
     write_sums(totals, &p->to, part->row, part->block * LANES, rows, blocks);
 }
 

@@ -11,10 +11,8 @@ INLINE void pack_tile(const uint32_t *from, uint32_t *to, long words, int blocks
     for (long first = 0; first < whole; first += LANES)
         for (int row = 0; row < blocks * BLOCK; row += LANES) {
             vu square[LANES];
-#pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) memcpy(square + i, from + (row + i) * words + first, sizeof(vu));
             transpose(square);
-#pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) memcpy(to + (first + i) * blocks * BLOCK + row, square + i, sizeof(vu));
         }
     for (long word = whole; word < words; word++)

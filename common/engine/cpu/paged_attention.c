@@ -58,20 +58,19 @@ INLINE void score(Query *q, const int count, const Tile *keys, const Tile *next,
 
 /* Add weighted values to the sums of `count` queries; the sums stay in registers. */
 INLINE void add_values(Query *q, const int count, const Tile *values, const Tile *next, long dim, int dtype) {
-    enum { VECTORS = BLOCK / LANES };
     for (long i = 0; i < dim; i += BLOCK) {
-        vf parts[4][VECTORS];
+        vf parts[4][PARTS];
         for (int m = 0; m < count; m++)
-            for (int j = 0; j < VECTORS; j++) parts[m][j] = load((const char *)q[m].sums, i + j * LANES, F32);
+            for (int j = 0; j < PARTS; j++) parts[m][j] = load((const char *)q[m].sums, i + j * LANES, F32);
         for (long t = 0; t < values->places->count; t++) {
             fetch(next, t, i, dtype);
-            for (int j = 0; j < VECTORS; j++) {
+            for (int j = 0; j < PARTS; j++) {
                 const vf value = load(values->elements, values->places->at[t] + i + j * LANES, dtype);
                 for (int m = 0; m < count; m++) parts[m][j] += value * q[m].scores[t];
             }
         }
         for (int m = 0; m < count; m++)
-            for (int j = 0; j < VECTORS; j++) store((char *)q[m].sums, i + j * LANES, parts[m][j], F32);
+            for (int j = 0; j < PARTS; j++) store((char *)q[m].sums, i + j * LANES, parts[m][j], F32);
     }
 }
 

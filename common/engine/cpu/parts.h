@@ -13,8 +13,8 @@ enum { BLOCKS = 3 };
 enum { BLOCKS = 1 };
 #endif
 
-enum { PARTS = BLOCK / LANES }; /* vectors of a block */
-enum { AHEAD = 8192 }; /* how many bytes ahead weights are fetched */
+/* PARTS: vectors of a block. AHEAD: how many bytes ahead weights are fetched. */
+enum { PARTS = BLOCK / LANES, AHEAD = 8192 };
 
 #ifdef __AVX512BW__
 /* Zen 5, and what follows it. */

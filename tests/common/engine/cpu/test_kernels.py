@@ -34,7 +34,7 @@ from common.engine.cpu.targets import TARGETS, Target
 from common.engine.kv_pool import KVPool
 from common.engine.models.layers import TorchOperations
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 MAX_NATIVE_LINES = 1500
 dtypes = st.sampled_from(list(TOLERANCE))
@@ -269,7 +269,7 @@ def test_attention_to_pages_of_int8_equals_the_reference(
 @pytest.mark.parametrize("window", [None, 5, 70, 290])
 def test_a_long_prompt_has_the_same_attention_wherever_it_is_cut_and_beside_other_rows(window: int | None) -> None:
     kernels = load_kernels()
-    if kernels is None or not kernels.has_bf16_dot:
+    if kernels is None or not kernels.has_long_attention:
         pytest.skip("this processor has neither AMX nor a dot product of bfloat16")
     pool = KVPool(PageLayout(1, 2, 64, 16, "bfloat16"), 60)
     backend = CpuAttention(pool, 6, (AttentionParams(window=window),), kernels)
