@@ -140,6 +140,13 @@ class HttpOptions(AccessOptions):
     incremental_streaming_output: bool = option(
         False, "Send only new text in each event of a /generate stream, instead of all text so far."
     )
+    sse_ping_interval: float = option(
+        15.0,
+        "Seconds of silence after which a stream gets a comment, which clients skip, so that no proxy takes its "
+        "connection for dead; 0 sends none.",
+        minimum=0,
+        maximum=3600,
+    )
     log_requests: bool = option(
         True, "Log one line for each output when it ends: ids, counts and times, never its text."
     )

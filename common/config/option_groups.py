@@ -20,7 +20,7 @@ SERVING: Groups = {
     ),
     "Requests and answers": (
         "request_timeout", "refuse_hopeless", "strict_fields", "max_body_bytes", "stream_interval",
-        "incremental_streaming_output",
+        "incremental_streaming_output", "sse_ping_interval",
         "max_unread_tokens", "max_stored_responses", "max_stored_response_bytes", "stored_response_ttl",
         "idempotency_ttl", "max_idempotent_results", "max_idempotent_result_bytes", "retry_grace", "app_plugin",
     ),

@@ -316,9 +316,14 @@ class GenerateApp:
         return _Answer(known.answer_id, known.streams, events, known, is_retry=True)
 
     def _events(self, *, only_ends: bool) -> OutputEvents:
-        services = self._services
-        max_unread = services.config.max_unread_tokens
-        return OutputEvents(self._turn, services.dispatcher.set_paused, only_ends=only_ends, max_unread=max_unread)
+        services, config = self._services, self._services.config
+        return OutputEvents(
+            self._turn,
+            services.dispatcher.set_paused,
+            only_ends=only_ends,
+            max_unread=config.max_unread_tokens,
+            ping_s=0.0 if only_ends else config.sse_ping_interval,
+        )
 
     def _streams(
         self,

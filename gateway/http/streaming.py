@@ -23,6 +23,8 @@ MANY_LOGPROBS = 2_048
 MOST_LOGPROBS_AT_ONCE = 1 << 18
 #: Events of one stream that are longer together are written in parts, between which the event loop has a turn.
 MANY_BYTES = 128 << 10
+#: A comment, which clients skip, so that no proxy takes a silent connection for a dead one.
+PING = b": ping\n\n"
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -45,14 +47,24 @@ class OutputEvents:
 
     Args:
         set_paused: called with the rid of an output, and whether it is to be paused.
+        ping_s: for how long nothing is written before ``changed`` returns without an output; 0: for ever.
     """
 
     def __init__(
-        self, turn: "TurnEnd", set_paused: Callable[[str, bool], None], *, only_ends: bool, max_unread: int
+        self,
+        turn: "TurnEnd",
+        set_paused: Callable[[str, bool], None],
+        *,
+        only_ends: bool,
+        max_unread: int,
+        ping_s: float = 0.0,
     ) -> None:
         self._turn = turn
         self._only_ends = only_ends
         self._max_unread = max_unread
+        self._ping_s = ping_s
+        self._written_at = asyncio.get_running_loop().time()
+        self._timer: asyncio.TimerHandle | None = None
         self._set_paused = set_paused
         self._paused: list[OutputStream] = []
         self._changed: dict[int, OutputStream] = {}
@@ -93,17 +105,35 @@ class OutputEvents:
             self._set_paused(stream.request.rid, False)
 
     async def changed(self, writer: DirectWriter | None = None) -> list[OutputStream]:
-        """Waits until an output has something new; returns all that have, each once.
+        """Waits until an output has something new; returns all that have, each once. None of them: silence.
 
         Args:
             writer: writes new text meanwhile; this returns when an output has ended or the connection takes no more.
         """
         if not self._changed:
-            self._waiter, self._writer = asyncio.get_running_loop().create_future(), writer
-            await self._waiter
+            loop = asyncio.get_running_loop()
+            self._waiter, self._writer = loop.create_future(), writer
+            if self._ping_s:
+                self._look_at_silence(loop)
+            try:
+                await self._waiter
+            finally:
+                if self._timer is not None:
+                    self._timer.cancel()
             self._waiter = None
         changed, self._changed = list(self._changed.values()), {}
         return changed
+
+    def _look_at_silence(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wakes the task once nothing has been written for long enough."""
+        silent_at = self._written_at + self._ping_s
+        if silent_at > loop.time():
+            self._timer = loop.call_at(silent_at, self._look_at_silence, loop)
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def on_written(self) -> None:
+        self._written_at = asyncio.get_running_loop().time()
 
     def format(self) -> bytes:
         """What can be written directly now; wakes the task for the rest."""
@@ -135,6 +165,7 @@ class OutputEvents:
         assert self._writer is not None and self._waiter is not None
         try:
             self._writer.cycle.write_chunk(data)
+            self.on_written()
         except Exception as error:
             self._waiter.set_exception(error)
 
@@ -225,7 +256,10 @@ async def send_stream(
     *,
     headers: Mapping[str, str],
 ) -> None:
-    """Sends server-sent events. The status is sent with the first text, so that an early failure has its own."""
+    """Sends server-sent events, and comments while there are none.
+
+    The status is sent with the first of them, so that an early failure has its own.
+    """
     changed = await events.changed()
     for output in changed:
         if output.error is not None:
@@ -251,11 +285,17 @@ async def _send_events(
     """Sends all events but the last, which it returns. Raises RequestError: an output has failed."""
     cycle = cycle_of(send)
     writer = None if cycle is None else DirectWriter(cycle, formatter)
-    out = [formatter.first(outputs)]
+    out: list[bytes] = []
+    has_begun = False
     unended = {output.number for output in outputs}
     num_bytes = 0
     while True:
         error = None
+        if not changed:
+            out.append(PING)
+        elif not has_begun:
+            has_begun = True
+            out.append(formatter.first(outputs))
         for output in changed:
             if output.number not in unended:  # it ended while this task waited, and its end has been written
                 continue
@@ -279,6 +319,7 @@ async def _send_events(
             return b"".join(out)
         if data := b"".join(out):
             await send({"type": "http.response.body", "body": data, "more_body": True})
+            events.on_written()
         if error is not None:
             raise error
         if events.may_resume:
@@ -286,7 +327,7 @@ async def _send_events(
             events.resume()
         out.clear()
         num_bytes = 0
-        changed = await events.changed(writer)
+        changed = await events.changed(writer if has_begun else None)
 
 
 def _num_logprobs_of(outputs: list[OutputStream]) -> int:

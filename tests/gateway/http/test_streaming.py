@@ -12,11 +12,13 @@ import pytest
 from support.gateway.fake_nodes import events, running
 from support.gateway.toy_stack import ids_of
 
+from common.errors import ErrorCode
 from common.sampling_params import TokenLogprobs
 from common.wire.messages import SetPaused, Tokens
 from common.wire.packed_logprobs import pack_logprobs
 from gateway.http.formatters.openai import CompletionFormatter
-from gateway.http.streaming import OutputEvents, TurnEnd
+from gateway.http.request_cycle import RequestCycle
+from gateway.http.streaming import PING, OutputEvents, TurnEnd
 
 COMPLETIONS = "/v1/completions"
 STREAM = {"prompt": "x", "max_tokens": 100, "stream": True}
@@ -94,6 +96,83 @@ async def test_events_of_all_apis_are_written_without_their_task(stack, monkeypa
         decode.mailbox.send(message(decode, rid, 4, "e", "length"))
         assert b"bcd" in written[0]
         assert written[0] in await answer.read()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x", "store": False}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}),
+        ("/generate", {"text": "x"}),
+    ],
+)
+async def test_a_silent_stream_gets_comments_before_its_first_text_and_after(folder, path, body):
+    async with running(folder, sse_ping_interval=0.05) as stack:
+        prefill, decode = await stack.silent_pair()
+        async with stack.client.post(stack.url + path, json={**body, "stream": True}) as answer:
+            assert answer.status == 200
+            assert await answer.content.readuntil(b"\n\n") == b": ping\n\n"
+            rid = await prefill.only_rid()
+            prefill.tokens(rid, 0, ids_of("a"))
+            while (data := await answer.content.readuntil(b"\n\n")) == b": ping\n\n":
+                pass
+            while b": ping" not in data:
+                data += await answer.content.readuntil(b"\n\n")
+            decode.mailbox.send(message(decode, rid, 1, "bc", "length"))
+            data += await answer.read()
+        assert data.replace(b": ping\n\n", b"").startswith((b"data: ", b"event: "))
+        assert b"bc" in data
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/responses", "/v1/messages"])
+async def test_a_stream_that_fails_after_a_comment_ends_with_an_error(folder, path):
+    fields = {"prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+    names = {COMPLETIONS: ("prompt", "max_tokens"), "/v1/responses": ("input",)}.get(path, ("messages", "max_tokens"))
+    async with running(folder, sse_ping_interval=0.05) as stack:
+        prefill, _ = await stack.silent_pair()
+        body = {"stream": True, **{name: fields[name] for name in names}}
+        async with stack.client.post(stack.url + path, json=body) as answer:
+            await answer.content.readuntil(b": ping\n\n")
+            rid = await prefill.only_rid()
+            prefill.fail(rid, ErrorCode.INVALID_REQUEST, "a wild failure")
+            assert b"a wild failure" in await answer.read()
+
+
+@pytest.mark.parametrize("interval", [0, 3600])
+async def test_without_silence_or_an_interval_a_stream_has_no_comments(folder, interval):
+    async with running(folder, sse_ping_interval=interval) as stack:
+        await stack.silent_pair()
+        rid, answer, _ = await begin(stack)
+        await asyncio.sleep(0.1)
+        stack.nodes[1].mailbox.send(message(stack.nodes[1], rid, 1, "b", "length"))
+        data = await answer.read()
+        assert b'"text":"b"' in data and b": ping" not in data
+
+
+async def test_a_comment_comes_only_after_as_much_silence(folder, monkeypatch):
+    written, on_written, write = [], OutputEvents.on_written, RequestCycle.write_chunk
+    monkeypatch.setattr(RequestCycle, "write_chunk", lambda self, data: [written.append(data), write(self, data)])
+
+    def noted(events):
+        on_written(events)
+        written.append(events._written_at)
+
+    monkeypatch.setattr(OutputEvents, "on_written", noted)
+    async with running(folder, sse_ping_interval=0.2) as stack:
+        decode = (await stack.silent_pair())[1]
+        rid, answer, arriving = await begin(stack)
+        index = 1
+        while written.count(PING) < 3:
+            decode.mailbox.send(message(decode, rid, index, "b"))
+            index += 1
+            await asyncio.sleep(0.19 if index % 3 else 0.3)
+        decode.mailbox.send(message(decode, rid, index, "c", "length"))
+        assert "".join(await texts(arriving)) == "b" * (index - 1) + "c"
+        answer.close()
+    pings = [at for at, data in enumerate(written) if data == PING]
+    assert all(written[at + 1] - written[at - 1] >= 0.199 for at in pings)  # the loop's clock shows milliseconds
 
 
 async def test_a_stream_that_ends_in_the_turn_of_an_event_sends_both(stack):
