@@ -1,6 +1,7 @@
 """One NIXL agent of a process, with the memory that it registers: the pool, and the memory for probes."""
 
 import base64
+import logging
 import mmap
 import os
 import signal
@@ -18,6 +19,8 @@ from kv_transfer.page_store import PageStore
 from kv_transfer.transports.base import address_of
 from kv_transfer.transports.nixl.peer_state import Kind, MemoryRegion, PeerState
 from kv_transfer.transports.silence import ConnectionInfo
+
+log = logging.getLogger(__name__)
 
 PROBE_BYTES = 4_096
 #: Attachments that can be probed at the same time, each in an area of its own.
@@ -106,6 +109,7 @@ class Agent:
             raise ConfigError(f"--transport nixl {needs_extra('nixl')} ({error})") from error
         self.lock = threading.RLock()
         self.is_gone = False
+        self._has_failed = False  # to progress, which has been logged
         self.store = store
         self.probe = probe
         self.pool = _on_device(store.device_pages) if probe.is_direct else MemoryRegion(address_of(store.memory))
@@ -150,6 +154,19 @@ class Agent:
                 remote.append(there.run(target * slices.theirs.page_bytes + to, length))
         lists = self.nixl.get_xfer_descs(local, here.kind), self.nixl.get_xfer_descs(remote, there.kind)
         return self.nixl.initialize_xfer("WRITE", *lists, peer.agent)
+
+    def progress(self) -> None:
+        """Call UCX, which over TCP places bytes and answers only when it is called; takes ``lock``.
+
+        An error has no effect on the caller, which goes on calling: a transfer that UCX gave up fails by itself.
+        """
+        try:
+            with self.lock:
+                self.nixl.get_new_notifs()
+        except Exception as error:  # NIXL's own errors have no common root
+            if not self._has_failed:
+                log.warning("nixl reports an error, and is asked again: %s", error)
+            self._has_failed = True
 
     def close(self) -> None:
         """Release everything that UCX has: connections, registered memory, its thread."""

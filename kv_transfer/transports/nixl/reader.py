@@ -219,11 +219,9 @@ class NixlReader(ReaderTransport):
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _progress(self) -> None:
-        """Call UCX, which over TCP places bytes and answers only when it is called."""
         while self._is_open:
             for agent in filter(None, (self._agent, self._old)):
-                with agent.lock:
-                    agent.nixl.get_new_notifs()
+                agent.progress()
             if self._is_wanted_back or self._old is not None:
                 self._invalidate()
             if self._is_idle():

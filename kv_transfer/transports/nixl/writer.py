@@ -270,8 +270,7 @@ class NixlWriter(WriterTransport):
             if job is None:
                 break
             if self._handshake.closing_until > time.monotonic():
-                with self._agent.lock:
-                    self._agent.nixl.get_new_notifs()
+                self._agent.progress()
             if job and job[0] == "attach":
                 self._handshake.begin(job[1], job[2], writes)
                 attaching.append(job[1])

@@ -324,3 +324,23 @@ def test_pages_that_were_never_granted_cause_no_invalidation(reader: NixlReader)
     reader.reclaim("near", 1)
     time.sleep(0.1)
     assert reader._old is None
+
+
+def test_a_reader_goes_on_after_an_error_of_nixl(
+    reader: NixlReader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[bool] = []
+    agent = reader._agent
+
+    def failing() -> None:
+        calls.append(True)
+        raise RuntimeError("the device is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agent.nixl, "get_new_notifs", failing)
+        offer(reader, "far", 1)  # until it is chosen, the thread has something to do
+        until(lambda: len(calls) > 3)
+    assert reader._thread.is_alive()
+    assert [record.message for record in caplog.records] == [
+        "nixl reports an error, and is asked again: the device is away"
+    ]
