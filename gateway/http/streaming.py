@@ -132,8 +132,9 @@ class OutputEvents:
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def on_written(self) -> None:
-        self._written_at = asyncio.get_running_loop().time()
+    def on_written(self, at: float) -> None:
+        """The stream has been written to, at this time of the event loop."""
+        self._written_at = at
 
     def format(self) -> bytes:
         """What can be written directly now; wakes the task for the rest."""
@@ -160,12 +161,12 @@ class OutputEvents:
             waiter.set_result(None)
         return b"".join(events)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, now: float) -> None:
         """Writes what ``format`` has returned; an error ends this stream alone."""
         assert self._writer is not None and self._waiter is not None
         try:
             self._writer.cycle.write_chunk(data)
-            self.on_written()
+            self.on_written(now)
         except Exception as error:
             self._waiter.set_exception(error)
 
@@ -188,9 +189,10 @@ class TurnEnd:
     def _write_all(self) -> None:
         due, self._due = self._due, []
         formatted = [events.format() for events in due]
+        now = asyncio.get_running_loop().time()
         for events, data in zip(due, formatted, strict=True):
             if data:
-                events.write(data)
+                events.write(data, now)
 
 
 def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
@@ -283,7 +285,7 @@ async def _send_events(
     formatter: ResponseFormatter,
 ) -> bytes:
     """Sends all events but the last, which it returns. Raises RequestError: an output has failed."""
-    cycle = cycle_of(send)
+    loop, cycle = asyncio.get_running_loop(), cycle_of(send)
     writer = None if cycle is None else DirectWriter(cycle, formatter)
     out: list[bytes] = []
     has_begun = False
@@ -319,7 +321,7 @@ async def _send_events(
             return b"".join(out)
         if data := b"".join(out):
             await send({"type": "http.response.body", "body": data, "more_body": True})
-            events.on_written()
+            events.on_written(loop.time())
         if error is not None:
             raise error
         if events.may_resume:

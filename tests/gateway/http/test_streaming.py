@@ -79,9 +79,9 @@ async def test_messages_that_arrive_together_make_one_event_for_each_stream(stac
 async def test_events_of_all_apis_are_written_without_their_task(stack, monkeypatch, path, body):
     written, write = [], OutputEvents.write
 
-    def noted(events, data):
+    def noted(events, data, now):
         written.append(data)
-        write(events, data)
+        write(events, data, now)
 
     monkeypatch.setattr(OutputEvents, "write", noted)
     prefill, decode = stack.nodes
@@ -155,8 +155,8 @@ async def test_a_comment_comes_only_after_as_much_silence(folder, monkeypatch):
     written, on_written, write = [], OutputEvents.on_written, RequestCycle.write_chunk
     monkeypatch.setattr(RequestCycle, "write_chunk", lambda self, data: [written.append(data), write(self, data)])
 
-    def noted(events):
-        on_written(events)
+    def noted(events, at):
+        on_written(events, at)
         written.append(events._written_at)
 
     monkeypatch.setattr(OutputEvents, "on_written", noted)
