@@ -94,6 +94,7 @@ async def test_a_gateway_is_asked_under_a_name_that_it_always_serves() -> None:
     assert b"Host: localhost\r\n" in heads[0]
 
 
+@pytest.mark.slow
 async def test_a_process_that_answers_no_more_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     actor = gateway(drain_timeout=0)
     await until(actor, lambda found: found.is_healthy)
@@ -109,6 +110,7 @@ async def test_a_process_that_answers_no_more_is_killed_and_started_again(monkey
     await until(actor, lambda found: found.has_ended)
 
 
+@pytest.mark.slow
 async def test_a_process_that_dies_again_and_again_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_actor, "MAX_DEATHS", 2)
     actor = gateway(drain_timeout=0)
@@ -136,6 +138,7 @@ def test_deaths_are_forgiven_once_a_process_has_been_healthy_for_a_minute() -> N
     assert deaths.seen(5, is_healthy=False, now=140.0) == 1
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -128,6 +128,7 @@ def test_the_tools_example_runs_the_function_that_the_model_calls(url: str) -> N
     assert text.strip()
 
 
+@pytest.mark.slow
 def test_the_structured_output_example_prints_what_the_schema_allows(url: str) -> None:
     found = run_python(EXAMPLES / "structured_output.py", "The soup was cold.", f"--url={url}")
     assert found.returncode == 0, found.stderr

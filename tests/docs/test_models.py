@@ -21,6 +21,7 @@ def test_the_table_has_every_tested_architecture_in_order() -> None:
     assert set(ARCHITECTURES) <= set(ROWS), "a native family without a row"
 
 
+@pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize("architecture", LIBRARY_MODELS)
 def test_a_row_names_what_the_layers_have(tmp_path: Path, architecture: str) -> None:
     _, _, has = ROWS[architecture].partition(" | ")

@@ -210,6 +210,7 @@ def test_every_picture_is_shown_somewhere() -> None:
 # ---- short commands are run -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize("command", [*sorted(CLASSES), "loadtest", "simulate", "bench"])
 def test_help_of_every_command_is_shown(command: str) -> None:
     found = subprocess.run(

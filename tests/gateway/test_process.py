@@ -107,6 +107,7 @@ async def test_a_process_serves_logs_no_prompt_and_stops_cleanly(folder, number)
             await node.kill()
 
 
+@pytest.mark.slow
 async def test_requests_are_answered_although_nothing_reads_the_log(folder):
     async with gateway_process(folder, "--log-format", "json") as gateway, aiohttp.ClientSession() as client:
         control = await gateway.said(r"nodes dial ([\d.:]+)")
@@ -126,6 +127,7 @@ async def test_requests_are_answered_although_nothing_reads_the_log(folder):
             await node.kill()
 
 
+@pytest.mark.slow
 def test_torch_and_transformers_are_never_imported(folder):
     code = """
 import asyncio, json, sys
@@ -151,6 +153,7 @@ print(json.dumps([name for name in ("torch", "transformers", "numpy", "tokenizer
     assert "transformers" not in loaded
 
 
+@pytest.mark.slow
 def test_a_failed_start_names_the_flag(folder, tmp_path):
     for words, flags in (
         ("--model", ["--model", str(tmp_path / "nothing")]),
@@ -163,6 +166,7 @@ def test_a_failed_start_names_the_flag(folder, tmp_path):
         assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 async def test_a_port_in_use_is_one_sentence(folder):
     async with gateway_process(folder) as gateway:
         url = await gateway.said(r"listening (http://\S+)")

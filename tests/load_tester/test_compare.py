@@ -218,6 +218,7 @@ def test_runs_of_a_search_at_one_rate_are_compared_in_order(tmp_path: Path, caps
     assert "4/s, try 2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_sweeps_are_compared_rate_by_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, rates, first_s in (("quick", "40,80", "0.01"), ("slow", "20,40", "0.15")):
         with mock_server(tmp_path, "--ttft", first_s) as server:

@@ -39,7 +39,7 @@ def until_answered(url: str) -> None:
     raise AssertionError("no request was answered")
 
 
-@pytest.mark.slow(sample=0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "status"), [(ctrl_c, 130), (kill, -signal.SIGKILL)])
 def test_the_service_of_a_demo_ends_with_it(
     tmp_path: Path, end: Callable[["subprocess.Popen[str]"], None], status: int

@@ -65,6 +65,7 @@ def test_the_wait_behind_a_stalled_server_counts_from_the_intended_instant(tmp_p
     assert max(released) < report.latency["ttft"]["max"] + 4, "no request waited for the response of another"
 
 
+@pytest.mark.slow
 def test_drops_refusals_errors_in_the_stream_and_hangs_are_told_apart(tmp_path: Path) -> None:
     flags = ("--drop", "5", "--refuse", "7", "--sour", "11", "--hang", "13", "--itl", "0.002")
     with mock_server(tmp_path, *flags) as server:
@@ -85,6 +86,7 @@ def test_drops_refusals_errors_in_the_stream_and_hangs_are_told_apart(tmp_path: 
     assert report.throughput["window_s"][1] == last_s < report.length_s, "a hang is no time in which tokens came"
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("flags", [("--split",), ("--crlf",), ("--bunch", "3"), ("--split", "--crlf")])
 @pytest.mark.parametrize("endpoint", ["completions", "chat", "generate"])
 def test_every_dialect_and_framing_gives_the_same_tokens(tmp_path: Path, flags: tuple[str, ...], endpoint: str) -> None:
@@ -227,6 +229,7 @@ def test_responses_without_streaming_are_measured(tmp_path: Path) -> None:
     assert any("not streamed" in note for note in report.notes)
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize(
     "options",
     [

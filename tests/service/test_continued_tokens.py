@@ -95,7 +95,7 @@ def assert_equal(answer: Answer, expected: Answer) -> None:
         assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
 
 
-@pytest.mark.slow(sample=0.3)
+@pytest.mark.slow(sample=0.15)
 @pytest.mark.parametrize("pair", [(1, 1), (None, 1)], ids=["both nodes", "decode node alone"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_continued_output_equals_the_undisturbed_one(
@@ -115,7 +115,7 @@ def test_a_continued_output_equals_the_undisturbed_one(
     assert_all_pages_are_released(cluster)
 
 
-@pytest.mark.slow(sample=0.3)
+@pytest.mark.slow(sample=0.15)
 @pytest.mark.parametrize("name", CASES)
 def test_a_continued_output_that_is_retracted_equals_the_undisturbed_one(small: LocalCluster, name: str) -> None:
     params = params_of(small, name)

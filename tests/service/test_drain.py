@@ -108,6 +108,7 @@ async def test_a_rolling_restart_of_every_node_under_load_loses_no_request(tmp_p
             await client.settled()
 
 
+@pytest.mark.slow
 async def test_a_node_that_drains_says_so_and_gets_no_new_requests(tmp_path: Path) -> None:
     with running(tmp_path, decode=1) as service:
         async with service.client() as client:

@@ -73,6 +73,7 @@ async def output_tokens(client: Client) -> float:
     return sum(counters["output_tokens"] for counters in (await client.counters()).values())
 
 
+@pytest.mark.slow
 async def test_a_retry_at_another_gateway_continues_what_a_killed_gateway_had(service: Service) -> None:
     async with service.client("gateway-1") as survivor:
         async with service.client() as client:
@@ -105,6 +106,7 @@ async def test_a_request_that_ended_after_its_gateway_was_killed_is_there_for_th
         assert await output_tokens(survivor) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", [8], indirect=True)
 async def test_orphans_end_and_other_requests_go_on(service: Service) -> None:
     async with service.client("gateway-1") as survivor:

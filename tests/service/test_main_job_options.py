@@ -42,6 +42,7 @@ def penalised(reference: Any) -> list[Case]:
     return draw_prompts(reference, LENGTHS, MAX_NEW, seed=1, params=PENALTIES)
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("chunk_tokens", [16, None])
 @pytest.mark.parametrize("is_local", [False, True])
 def test_penalised_tokens_equal_transformers_cold_and_cached(

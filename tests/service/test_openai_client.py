@@ -221,6 +221,7 @@ def test_a_request_is_retried_until_there_are_nodes(tmp_path: Path) -> None:
         service.close()
 
 
+@pytest.mark.slow
 def test_a_request_is_retried_when_the_service_is_full(tmp_path: Path) -> None:
     options = {"max_running_requests": 1}
     with running(tmp_path / "logs", node_options=options, gateway_options={"max_queued_requests": 0}) as service:

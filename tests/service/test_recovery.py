@@ -191,6 +191,7 @@ async def test_after_a_kill_every_answer_is_that_of_the_undisturbed_run(
     raise AssertionError(f"in {NUM_TRIES} tries no request was at {', '.join(victims)} any more")
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("victim", [pytest.param("prefill-0", marks=pytest.mark.slow), "decode-1"])
 async def test_after_a_hang_every_answer_is_that_of_the_undisturbed_run_and_the_node_comes_back(
     service: Service, expected: dict[tuple[int, int], list[Any]], victim: str
@@ -210,6 +211,7 @@ async def test_after_a_hang_every_answer_is_that_of_the_undisturbed_run_and_the_
         await client.settled()
 
 
+@pytest.mark.slow
 async def test_without_another_node_the_stream_goes_on_when_the_node_comes_back(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -107,6 +107,7 @@ def serving(*flags: str) -> Iterator[Service]:
                 process.kill()
 
 
+@pytest.mark.slow
 def test_a_service_survives_a_killed_node_and_stops_without_leftovers_although_one_hangs():
     with serving() as service:
         service.wait_until_ready()

@@ -84,6 +84,7 @@ class RandomClients:
             assert exchange.ids == expected[: len(exchange.ids)], f"wrong tokens for a prompt of {len(prompt)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 async def test_tokens_stay_exact_under_disconnects_and_small_pools(
     model: tuple[Path, list[Case]], tmp_path: Path, device: str

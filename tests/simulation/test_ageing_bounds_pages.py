@@ -6,6 +6,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.simulation.priority_ageing import (
@@ -105,6 +106,7 @@ def retractions(service: SimulatedService) -> Counter[str]:
     return retracted
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(
     kinds=st.lists(KINDS, min_size=1, max_size=8),
@@ -143,6 +145,7 @@ def test_ageing_bounds_the_end_of_every_output_where_pages_are_short_under_every
     assert count_preemptions(service, rate) <= retracted
 
 
+@pytest.mark.slow
 def test_the_least_urgent_output_finally_keeps_its_pages() -> None:
     """Three requests of 0.09 s each fit at a time. The output has pages first, loses them, and then keeps them."""
     each_s = 0.09 / 3

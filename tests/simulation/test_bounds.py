@@ -8,6 +8,7 @@ from collections import Counter
 from itertools import takewhile
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.cluster.fake_engine import FakeExecutor
@@ -62,6 +63,7 @@ NUM_EACH = 60
 KINDS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     heavy=KINDS,

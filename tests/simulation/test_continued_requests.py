@@ -43,7 +43,7 @@ def assert_exact(cluster: LocalCluster, answer: Answer, prompt: tuple[int, ...],
     assert_all_pages_are_released(cluster)
 
 
-@pytest.mark.slow(sample=0.3)
+@pytest.mark.slow(sample=0.15)
 @pytest.mark.parametrize("num_earlier", [1, 2, 15, 16, 17, NUM_TOKENS - 1])
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("is_cached", [True, False])
@@ -70,6 +70,7 @@ def test_a_request_continues_many_times(first: tuple[int | None, int], page_size
     assert_exact(cluster, answer, prompt_of(50))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     cuts=st.lists(st.tuples(st.integers(0, 12), st.sampled_from(PAIRS)), min_size=1, max_size=6),

@@ -423,14 +423,14 @@ def test_a_cluster_is_not_idle_when_a_grammar_has_just_been_compiled(num_ticks: 
     assert answer.output == expected_output(prompt_of(6), 3)
 
 
-@pytest.mark.slow(sample=0.25)
+@pytest.mark.slow(sample=0.12)
 @pytest.mark.parametrize("num_outstanding", [1, 2])
 @pytest.mark.parametrize("seed", range(30))
 def test_random_histories_end_in_exact_tokens_or_an_error_and_return_all_pages(seed: int, num_outstanding: int) -> None:
     live(seed, num_outstanding)
 
 
-@pytest.mark.slow(sample=0.25)
+@pytest.mark.slow(sample=0.12)
 @pytest.mark.parametrize("num_outstanding", [1, 2])
 @pytest.mark.parametrize("kind", [History, WindowHistory])
 @pytest.mark.parametrize("seed", range(12))

@@ -75,7 +75,7 @@ def live(seed: int) -> HistoryWithMoves:
     return history
 
 
-@pytest.mark.slow(sample=0.25)
+@pytest.mark.slow(sample=0.12)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_histories_with_moves_end_in_exact_tokens_or_an_error_and_return_all_pages(seed: int) -> None:
     live(seed)

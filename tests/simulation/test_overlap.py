@@ -257,6 +257,7 @@ def with_graphs() -> Iterator[list[TorchExecutor]]:
         executor.close()
 
 
+@pytest.mark.slow(sample=0.34)
 @pytest.mark.parametrize("device", ["CPU", "late device", "late device with graphs"])
 def test_the_engine_in_its_thread_yields_the_same_outputs(
     executors: list[TorchExecutor], device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

@@ -164,6 +164,7 @@ REQUEST = st.fixed_dictionaries(
 FAULT = st.tuples(st.floats(0.0, 0.6), st.sampled_from(["prefill", "decode", "abort"]), st.integers(0, 39))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     requests=st.lists(REQUEST, min_size=1, max_size=24),

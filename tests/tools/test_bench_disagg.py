@@ -173,6 +173,7 @@ def test_the_shape_has_as_many_parameters_as_the_model_it_is_named_after() -> No
     assert total == 596_049_920  # Qwen/Qwen3-0.6B with its embedding counted once
 
 
+@pytest.mark.slow
 def test_a_random_model_is_made_once_and_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = QWEN3_600M | {

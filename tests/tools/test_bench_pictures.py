@@ -12,6 +12,7 @@ from scripts.benchmarks.main import main
 from scripts.benchmarks.services import pictures as bench_pictures
 
 
+@pytest.mark.slow
 def test_arrangements_get_the_same_requests_and_a_row_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def test_every_file_of_tests_exists_and_has_tests_for_a_gpu() -> None:
         assert re.search(r"mark\.cuda|DEVICES|fixture|transport", (ROOT / name).read_text()), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_machine_without_a_gpu_is_told_apart_from_a_failure_by_the_python_that_a_relative_path_names(
     tmp_path: Path,

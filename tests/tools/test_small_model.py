@@ -62,6 +62,7 @@ def test_verse_is_more_likely_than_the_same_tokens_shuffled(model, tokenizer):
     assert nats_per_token(model, disorder) > nats_per_token(model, ids) + 2.5
 
 
+@pytest.mark.slow
 def test_an_answer_in_a_chat_is_a_speech_that_ends_by_itself(model, tokenizer):
     prompt = [{"role": "user", "content": "What is love?"}]
     inputs = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -35,7 +35,7 @@ MISSING = {
 }
 
 
-@pytest.mark.slow(sample=0.4)
+@pytest.mark.slow(sample=0.2)
 @pytest.mark.parametrize(("command", "model"), [(command, model) for command in MISSING for model in MISSING[command]])
 def test_a_model_that_is_not_there_is_one_sentence(command, model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -58,6 +58,7 @@ def test_serve_ends_with_status_2_if_a_node_refuses_its_options():
     assert any(line.endswith(said) for line in err.splitlines()), err
 
 
+@pytest.mark.slow(sample=0.34)
 @pytest.mark.parametrize(
     ("module", "part", "run"),
     [

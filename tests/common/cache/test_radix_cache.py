@@ -176,6 +176,7 @@ def test_a_disabled_cache_keeps_nothing() -> None:
     cache.check()
 
 
+@pytest.mark.slow
 def test_a_deep_tree_needs_no_recursion() -> None:
     cache, allocator = cache_of(3000, page_size=1)
     pages: list[int] = []

@@ -63,6 +63,7 @@ def test_long_rows_keep_their_precision(backend: str, device: str) -> None:
     compare(named(backend), device, "float32", [(1500, 1), (900, 70), (0, 300)], 16, (4, 2, 32))
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(2, 2, 32), (4, 2, 64), (8, 1, 128), (4, 1, 256), (6, 2, 32)])
@@ -153,6 +154,7 @@ def test_the_soft_cap_follows_the_scale_and_precedes_the_sink() -> None:
     assert hand_made_step([1.0], params) == pytest.approx(float(np.exp(2) / (np.exp(2) + 1)))
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("backend", FAST)
@@ -223,6 +225,7 @@ def test_a_start_says_once_that_auto_is_torch(tmp_path: Path, caplog: pytest.Log
     ]
 
 
+@pytest.mark.slow(sample=0.34)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", [(17, 1, 16), (40, 2, 32), (48, 1, 128)])
 def test_more_than_16_query_heads_of_one_kv_head_are_computed_in_groups(
@@ -252,6 +255,7 @@ FORMATS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
 }
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("backend", ["torch", "triton"])

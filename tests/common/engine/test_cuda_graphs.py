@@ -236,6 +236,7 @@ def test_the_backends_that_are_named_graph_safe_are() -> None:
     assert safe == set(GRAPH_SAFE) <= set(BACKENDS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (has_interpreter() and find_spec("triton")), reason="needs Triton's interpreter")
 def test_the_steps_of_tritons_kernels_can_be_replayed(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of Triton's kernels take part, as on a GPU; every launch is replayed with the arguments that it had."""

@@ -86,6 +86,7 @@ def every_case() -> Iterator[Any]:
                 yield pytest.param(name, page_size, chunk, device, marks=marks)
 
 
+@pytest.mark.slow(sample=0.35)
 @pytest.mark.parametrize(("name", "page_size", "chunk", "device"), list(every_case()))
 def test_tokens_equal_those_of_transformers_in_one_batch(
     models: Any, name: str, page_size: int, chunk: int, device: str
@@ -115,6 +116,7 @@ def test_tied_weights_are_those_that_transformers_ties(tmp_path: Path, stored: s
     driver.executor.close()
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_do_not_change_when_a_request_runs_alone(models: Any, name: str, device: str) -> None:
@@ -160,7 +162,7 @@ def test_tokens_do_not_depend_on_the_attention_backend(models: Any, attention: s
     driver.executor.close()
 
 
-@pytest.mark.slow(sample=0.5)
+@pytest.mark.slow
 @pytest.mark.skipif(not (has_interpreter() and find_spec("triton")), reason="needs Triton's interpreter")
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe_with_a_dense_layer"])
 def test_triton_kernels_give_the_same_tokens(models: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -179,6 +181,7 @@ def test_triton_kernels_give_the_same_tokens(models: Any, monkeypatch: pytest.Mo
     driver.executor.close()
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("name", MODELS)

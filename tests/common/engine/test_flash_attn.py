@@ -165,6 +165,7 @@ def flash(pool: KVPool, num_heads: int, params: LayerParams) -> Any:
     return FlashAttention(pool, num_heads, params, flash_attn_varlen_func, min_scores=0)
 
 
+@pytest.mark.slow
 @needs_interpreter
 @settings(max_examples=15, deadline=None)
 @given(

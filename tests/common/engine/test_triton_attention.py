@@ -67,6 +67,7 @@ def with_programs(num_programs: int) -> Build:
     return build
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_programs", [1, 32])
 @pytest.mark.parametrize(

@@ -328,6 +328,7 @@ async def _load(service: Service) -> dict[str, dict[str, float]]:
         return await client.counters()
 
 
+@pytest.mark.slow
 def test_a_live_run_with_aborts_and_retractions_replays_identically(tmp_path: Path) -> None:
     only = {name: {"record": tmp_path / name} for name in ("prefill-0", "decode-0")}
     only["decode-0"] |= {"max_total_tokens": 640, "page_size": 16}

@@ -37,6 +37,7 @@ async def garbage_of(ask) -> Counter[str]:
         gc.enable()
 
 
+@pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_a_request_on_a_connection_of_its_own_leaves_no_garbage(folder, name):
     path, body = REQUESTS[name]
@@ -54,6 +55,7 @@ async def test_a_request_on_a_connection_of_its_own_leaves_no_garbage(folder, na
         assert not await garbage_of(ask)
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_before_its_answer_leaves_no_garbage(folder):
     async with running(folder) as stack:
         prefill, _ = await stack.silent_pair()

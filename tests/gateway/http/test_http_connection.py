@@ -311,6 +311,7 @@ async def test_a_client_that_does_not_read_is_disconnected(state, monkeypatch):
         await app.until(lambda: not server.connections)
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
 @pytest.mark.parametrize("has_tls", [False, True])
 async def test_a_whole_answer_that_is_not_read_ends_with_the_connection(has_tls, connection, certificate, monkeypatch):

@@ -77,6 +77,7 @@ def check(received):
             assert headers[b"x-request-id"]
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize(
     ("data", "status"),
     [

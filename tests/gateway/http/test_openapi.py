@@ -125,6 +125,7 @@ async def test_answers_and_events_of_generating_endpoints_are_as_described(stack
         msgspec.convert(event, endpoint.event)
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize(("method", "path", "body", "kind"), OTHERS)
 async def test_other_answers_are_as_described(stack, method, path, body, kind):
     async with stack.client.request(method, stack.url + path, json=body) as answer:

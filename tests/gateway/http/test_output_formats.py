@@ -308,6 +308,7 @@ async def test_the_structured_answer_of_gpt_oss_is_its_final_message(gpt_oss):
         assert (status, answer["error"]["param"]) == (400, "thinking_budget")
 
 
+@pytest.mark.slow(sample=0.34)
 @pytest.mark.parametrize("parser", FORMATS)
 async def test_parameters_of_tools_that_are_nested_too_deeply_are_refused(qwen, parser):
     schema = {"type": "string"}

@@ -272,6 +272,7 @@ async def test_incremental_streams_carry_prompt_logprobs_once(folder):
         assert all("input_token_logprobs" not in chunk["meta_info"] for chunk in chunks[1:])
 
 
+@pytest.mark.slow
 async def test_more_logprobs_than_fit_into_a_message_are_refused(folder):
     async with running(folder) as stack:
         prefill, decode = await stack.silent_pair(context_length=2_000_000, num_pages=200_000)

@@ -71,6 +71,7 @@ class Words:
         return ""
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("num_logprobs", [None, 0, 5, 20])
 def test_the_counted_bytes_are_those_of_the_memory(num_logprobs):
     decoder, count, num_tokens = msgspec.msgpack.Decoder(FromNode), 20, 200

@@ -269,6 +269,7 @@ ANSWERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(sample=0.4)
 @both
 @pytest.mark.parametrize(
     ("wanted", "good", "bad"), ANSWERS, ids=[f"{i}-{one[0].kind}" for i, one in enumerate(ANSWERS)]
@@ -331,6 +332,7 @@ def random_output(matcher, chance, tokenizer_size):
     return None
 
 
+@pytest.mark.slow(sample=0.4)
 @both
 def test_what_the_grammar_accepts_the_parser_reads(name, are_tokens):
     markers = markers_of(name, are_tokens)

@@ -370,6 +370,7 @@ def outputs_of(name):
     return st.lists(fragments, max_size=25).map("".join)
 
 
+@pytest.mark.slow(sample=0.34)
 @pytest.mark.parametrize("name", FORMATS)
 @settings(deadline=None)
 @given(st.data(), cuts, st.booleans())
@@ -391,6 +392,7 @@ def test_an_output_without_a_known_function_is_text_to_the_last_character(name, 
     assert pieces == ([TextPiece(text)] if text else [])
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("gpt-oss", "qwen3-coder")])
 @settings(deadline=None)
 @given(st.data(), cuts)
@@ -426,6 +428,7 @@ def long_outputs(name):
     yield rendered(name, [("get_time", {"zone": [["\\", {"a": 1.5}]] * (size // 20)})])
 
 
+@pytest.mark.slow(sample=0.34)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_long_output_is_parsed_in_linear_work(name):
     """What a parser looks at again with each push is bounded."""

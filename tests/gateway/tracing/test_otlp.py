@@ -192,6 +192,7 @@ def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         otlp.OtlpExporter("http://localhost:4318", MonotonicClock())
 
 
+@pytest.mark.slow
 def test_resources_of_nodes_that_are_gone_are_not_kept_for_ever() -> None:
     maker = otlp._SpanMaker()
     request = GenerateRequest("a", "a", (1,), SamplingParams(max_new_tokens=1))

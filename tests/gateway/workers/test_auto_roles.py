@@ -177,6 +177,7 @@ def test_whatever_the_load_a_node_of_each_role_stays_and_no_hour_has_too_many_ch
         assert later - at >= (WINDOW_S if one.role == other.role else REVERSAL_S)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100))
 @given(
     prefill=st.integers(1, 6),

@@ -92,6 +92,7 @@ def test_a_back_end_that_is_not_installed_is_refused_with_those_that_are() -> No
     store.close()
 
 
+@pytest.mark.slow
 def test_ucx_leaves_sighup_alone() -> None:
     """A node whose terminal is closed ends, with NIXL as without."""
     code = (

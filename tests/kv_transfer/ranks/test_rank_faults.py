@@ -64,7 +64,7 @@ def test_a_node_whose_rank_is_killed_ends_and_the_other_node_goes_on(make: Make,
     )
 
 
-@pytest.mark.slow(sample=0.1)
+@pytest.mark.slow(sample=0.04)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("ranks", "ending"), [(RANKS[0], signal.SIGCONT), (RANKS[1], signal.SIGKILL)])
 def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(

@@ -166,6 +166,7 @@ def test_an_offer_of_another_pool_beside_a_connection_is_counted_and_ignored(cha
     assert isinstance(pair.events[KEY], Completed)
 
 
+@pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_happens_no_page_is_lost_or_written_out_of_turn(seed: int) -> None:
     """The pools are checked after each step, and each write, by ``TransferPair``."""

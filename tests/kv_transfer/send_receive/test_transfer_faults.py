@@ -17,7 +17,7 @@ from support.kv.transport_ends import TRANSPORTS
 from support.kv.transport_process import NUM_PAGES
 
 
-@pytest.mark.slow(sample=0.1)
+@pytest.mark.slow(sample=0.05)
 @pytest.mark.parametrize(("transport", "victim", "step"), list(itertools.product(TRANSPORTS, ("p0", "d0"), STEPS)))
 def test_either_node_is_killed_at_every_step(
     make_cluster: Callable[[str], Cluster], transport: str, victim: str, step: str
@@ -28,7 +28,7 @@ def test_either_node_is_killed_at_every_step(
     check_loss(cluster, victim, step, cluster.ends[victim].process.kill)
 
 
-@pytest.mark.slow(sample=0.04)
+@pytest.mark.slow(sample=0.016)
 @pytest.mark.parametrize(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )
@@ -38,7 +38,7 @@ def test_a_prefill_node_is_stopped_for_longer_than_every_timeout(
     check_stopped_prefill(make_cluster(transport), step, ending)
 
 
-@pytest.mark.slow(sample=0.04)
+@pytest.mark.slow(sample=0.016)
 @pytest.mark.parametrize(
     ("transport", "step", "ending"), list(itertools.product(TRANSPORTS, STEPS, (signal.SIGCONT, signal.SIGKILL)))
 )

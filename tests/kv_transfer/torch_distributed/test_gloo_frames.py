@@ -137,6 +137,7 @@ def as_reader(writer: End, connect: Connect) -> AuthenticatedConnection:
     return AuthenticatedConnection(connection, agreed, KEY)
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize("rank", [WRITER, READER], ids=["to the reader", "to the writer"])
 def test_damaged_frames_form_no_group_and_the_next_group_forms(
     ends: tuple[End, End], rank: int, monkeypatch: pytest.MonkeyPatch

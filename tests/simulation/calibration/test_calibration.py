@@ -126,6 +126,7 @@ def test_the_fit_finds_the_costs_beside_another_decode_node(tmp_path: Path) -> N
     assert error < 0.05
 
 
+@pytest.mark.slow
 def test_the_driver_measures_two_decode_nodes(tmp_path: Path) -> None:
     costs = {"step_s": 6e-3, "row_s": 400e-6, "prompt_token_s": 350e-6}
     beside_decode = {"step_s": 9e-3, "row_s": 700e-6}
@@ -360,6 +361,7 @@ def test_the_designed_load_covers_lengths_up_to_half_of_the_context() -> None:
     assert sorted(rows[8:16]) == lengths != rows[8:16]
 
 
+@pytest.mark.slow
 def test_the_command_calibrates_a_live_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tmp_path / "profile.json"
     with mock_server(tmp_path, "--ttft", "0.02", "--itl", "0.004") as server:

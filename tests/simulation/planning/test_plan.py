@@ -191,6 +191,7 @@ def simulating(pid: int) -> list[psutil.Process]:
     return [child for child in children if child.cpu_times().user > 3.0]
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_plan_and_writes_it(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

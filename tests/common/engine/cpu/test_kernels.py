@@ -291,6 +291,7 @@ def test_a_long_prompt_has_the_same_attention_wherever_it_is_cut_and_beside_othe
     assert torch.equal(torch.cat(cut), whole)
 
 
+@pytest.mark.slow
 def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
     """Run both on two threads in a new process: it maps one libgomp and has one team of threads."""
     code = """if True:
@@ -345,6 +346,7 @@ def test_without_a_home_directory_torch_computes(
 OLDER = [(f"-march={name}",) for name in ("x86-64", "sandybridge", "ivybridge", "bdver2")]
 
 
+@pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize(
     "flags",
     [

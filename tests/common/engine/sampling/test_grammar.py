@@ -476,6 +476,7 @@ def test_rules_that_lead_to_each_other_deeply_end_no_process(compiler: GrammarCo
     assert compiler.compile(rules).done()
 
 
+@pytest.mark.slow
 def test_the_engine_runs_without_llguidance_and_then_refuses_grammars(folder: Path) -> None:
     script = f"""
 import sys
@@ -493,6 +494,7 @@ print(compiler.compile("start: /a/").exception())
     assert done.stdout == "llguidance is not installed on the node, and grammars need it\n"
 
 
+@pytest.mark.slow
 def test_no_request_makes_a_loaded_executor_import_a_module(folder: Path) -> None:
     """The process may be able to open no more files by then, and every import opens one."""
     script = f"""

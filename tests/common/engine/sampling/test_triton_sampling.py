@@ -55,6 +55,7 @@ params_strategy = st.builds(
 )
 
 
+@pytest.mark.slow(sample=0.34)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab", [1, 7, 701])
 def test_every_row_gets_the_token_that_the_cpu_draws(vocab: int, device: str) -> None:

@@ -19,6 +19,7 @@ MAX_NEW = 4
 MIXTRAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate", "w1", "w2", "w3")
 
 
+@pytest.mark.slow(sample=0.5)
 @pytest.mark.parametrize(
     ("family", "overrides", "num_ranks", "targets"),
     [

@@ -131,6 +131,7 @@ def test_a_rank_that_cannot_load_the_model_refuses_the_start(
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_a_group_finds_its_store_again_after_it_has_formed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With NCCL at its first operation, and with every backend when it ends."""
     stores: list[Any] = []
@@ -151,6 +152,7 @@ def test_a_group_finds_its_store_again_after_it_has_formed(tmp_path: Path, monke
         executor.close()
 
 
+@pytest.mark.slow
 def test_ranks_read_adapters_while_steps_go_on_and_name_the_one_that_cannot(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     adapter = make_adapter(tmp_path / "loras" / "a", folder)

@@ -344,6 +344,7 @@ def test_a_request_alone_equals_the_merged_model(served: tuple[Path, list[Case]]
     executor.close()
 
 
+@pytest.mark.slow(sample=0.3)
 def test_an_adapter_that_is_dropped_takes_no_memory_any_more(served: tuple[Path, list[Case]]) -> None:
     root, cases = served
     driver = Driver(load(root))

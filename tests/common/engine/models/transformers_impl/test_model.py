@@ -52,7 +52,7 @@ def load(folder: Path, attention: str = "auto", **options: Any) -> TorchExecutor
     )
 
 
-@pytest.mark.slow(sample=0.2)
+@pytest.mark.slow(sample=0.1)
 @pytest.mark.parametrize("architecture", LIBRARY_MODELS)
 def test_tokens_equal_those_of_the_library_cold_chunked_cached_and_retracted(tmp_path: Path, architecture: str) -> None:
     folder = make_library_model(tmp_path, architecture, seed=7)
@@ -136,6 +136,7 @@ def test_experts_with_an_activation_of_their_own_are_left_to_the_library() -> No
     assert not can_pack(Others(config))
 
 
+@pytest.mark.slow(sample=0.34)
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"weight_dtype": "int8"}, {"kv_cache_dtype": "fp8"}])
 @pytest.mark.parametrize("architecture", ["Olmo2ForCausalLM", "GptOssForCausalLM", "Qwen2MoeForCausalLM"])
 def test_other_formats_of_numbers_give_nearly_the_same_logits(
@@ -287,6 +288,7 @@ def test_both_implementations_are_different_models_to_other_nodes(tmp_path: Path
     assert (native.context_length, native.vocab_size) == (library.context_length, library.vocab_size)
 
 
+@pytest.mark.slow
 def test_a_node_with_a_native_model_does_not_import_the_library(tmp_path: Path) -> None:
     folder = make_library_model(tmp_path, "Qwen3ForCausalLM")
     code = (

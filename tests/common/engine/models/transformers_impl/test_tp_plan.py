@@ -299,6 +299,7 @@ def test_a_plan_that_gives_other_numbers_is_refused(tmp_path: Path, monkeypatch:
         load_model(config, "float32", CPU, shard=Shard(0, 2))
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_of_the_reduced_copy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for rank 1 meanwhile, and only knows that it is lost."""
     config = replace(config_of(make_library_model(tmp_path, "OlmoForCausalLM")), architecture="Untested")
