@@ -59,8 +59,8 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     trust_remote_code: bool
 
 
-class ModelLoaded(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Answers ``LoadModel``. ``problem``: why it has failed; empty if it has not."""
+class Prepared(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Answers ``LoadModel``, and ``Join`` once the pool is made. ``problem``: why it has failed; empty otherwise."""
 
     problem: str = ""
 
@@ -143,7 +143,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         return RowArrays(starts, num_new, page_table, self.page_size, windows), kept
 
 
-RankMessage = LoadModel | ModelLoaded | Join | Transfer | ReadAdapter | AdapterRead | Step
+RankMessage = LoadModel | Prepared | Join | Transfer | ReadAdapter | AdapterRead | Step
 
 
 class RankChannel:

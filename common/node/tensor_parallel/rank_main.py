@@ -24,7 +24,7 @@ from common.node.tensor_parallel.channel import (
     AdapterRead,
     Join,
     LoadModel,
-    ModelLoaded,
+    Prepared,
     RankChannel,
     ReadAdapter,
     Step,
@@ -87,13 +87,13 @@ def _serve(channel: RankChannel, load: LoadModel, serve_transfers: ServeTransfer
     try:
         make_model = _load_model(load)
     except (BatonError, MemoryError) as error:
-        channel.send(ModelLoaded(str(error) or "it has too little memory"))
+        channel.send(Prepared(str(error) or "it has too little memory"))
         return
     except Exception as error:  # the library's code, and that of checkpoints, may raise anything
         log.exception("the model cannot be loaded")
-        channel.send(ModelLoaded(f"{type(error).__name__}: {error}"))
+        channel.send(Prepared(f"{type(error).__name__}: {error}"))
         return
-    channel.send(ModelLoaded())
+    channel.send(Prepared())
     join, (store,) = channel.receive()
     assert isinstance(join, Join)
 
@@ -106,7 +106,12 @@ def _serve(channel: RankChannel, load: LoadModel, serve_transfers: ServeTransfer
     from common.engine.tensor_parallel.shard import Shard
 
     shard, device = Shard(load.rank, load.num_ranks), torch.device(load.device)
-    pool = KVPool(join.layout, join.num_pages, device, groups=join.groups, num_window_pages=join.num_window_pages)
+    try:
+        pool = KVPool(join.layout, join.num_pages, device, groups=join.groups, num_window_pages=join.num_window_pages)
+    except (OSError, ValueError, RuntimeError) as error:  # mmap's and torch's, when there is too little memory
+        channel.send(Prepared(str(error).splitlines()[0]))
+        return
+    channel.send(Prepared())
     group = open_group(FileStore(path_of(store), shard.size), shard, device, timeout_s=join.timeout_s)
     executor = RankExecutor(make_model(group), pool, load.attention)
     gc.collect()

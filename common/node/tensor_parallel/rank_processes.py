@@ -20,7 +20,7 @@ from common.node.tensor_parallel.channel import (
     AdapterRead,
     Join,
     LoadModel,
-    ModelLoaded,
+    Prepared,
     RankChannel,
     ReadAdapter,
     Step,
@@ -64,18 +64,18 @@ class _RankProcess:
                 env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                 process_group=0,
             )
-        with contextlib.suppress(ConnectionError):  # it has ended already, as ``wait_until_loaded`` will notice
+        with contextlib.suppress(ConnectionError):  # it has ended already, as ``wait_for`` will notice
             self.channel.send(load)
 
-    def wait_until_loaded(self) -> None:
-        """Raises ConfigError: it cannot load its part of the model."""
+    def wait_for(self, task: str) -> None:
+        """Raises ConfigError: it cannot do what it was told, such as "load the model"."""
         try:
             answer, _ = self.channel.receive()
         except (EOFError, ConnectionError) as error:
-            raise ConfigError(f"--tp: rank {self.rank} of this node ended while it loaded the model") from error
-        assert isinstance(answer, ModelLoaded)
+            raise ConfigError(f"--tp: rank {self.rank} of this node ended when it was to {task}") from error
+        assert isinstance(answer, Prepared)
         if answer.problem:
-            raise ConfigError(f"--tp: rank {self.rank} of this node cannot load the model: {answer.problem}")
+            raise ConfigError(f"--tp: rank {self.rank} of this node cannot {task}: {answer.problem}")
 
     def wait_for_adapter(self, number: int) -> None:
         """Raises ConfigError: it cannot read the adapter of this number."""
@@ -136,13 +136,13 @@ class RankProcesses:
     def wait_until_loaded(self) -> None:
         """Raises ConfigError: one of them cannot load its part of the model."""
         for other in self._others:
-            other.wait_until_loaded()
+            other.wait_for("load the model")
 
     def join(self, pool: "KVPool") -> "RankGroup":
         """As ``OtherRanks.join``. Call ``wait_until_loaded`` first.
 
         Raises:
-            ConfigError: the group cannot be formed.
+            ConfigError: a rank cannot make its pool, or the group cannot be formed.
         """
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -157,6 +157,8 @@ class RankProcesses:
                 other.channel.limit(TIMEOUT_S)
                 sizes = (pool.num_full_pages, TIMEOUT_S, pool.groups, pool.num_window_pages)
                 other.channel.send(Join(pool.model_layout, *sizes), [store])
+            for other in self._others:
+                other.wait_for("make its pool")
             shard, meeting = Shard(0, self.num_ranks), FileStore(path_of(store), self.num_ranks)
             return open_group(meeting, shard, pool.device, timeout_s=TIMEOUT_S)
         except (OSError, RankLostError) as error:

@@ -10,6 +10,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from support.engine.engine_driver import Driver
 from support.engine.lora_adapters import make_adapter, merge
 from support.engine.reference_models import draw_prompts, make_model
 
+from common.cache.page_layout import PageLayout
 from common.engine.executor import TorchExecutor
 from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
@@ -227,3 +229,15 @@ def test_a_node_with_too_few_devices_for_its_ranks_is_refused(tmp_path: Path) ->
     config = ModelConfig.load(str(make_model(tmp_path)))
     with pytest.raises(ConfigError, match=r"--tp 2: --device cuda:1: torch finds (no|only 1) CUDA device"):
         check_ranks(config, 2, "cuda:0")
+
+
+def test_a_rank_without_memory_for_its_pool_refuses_the_start_with_the_reason(tmp_path: Path) -> None:
+    layout = PageLayout(num_layers=1, page_size=16, num_kv_heads=1, head_dim=16, dtype="float32")
+    pool: Any = SimpleNamespace(
+        model_layout=layout, num_full_pages=(1 << 62) // layout.page_bytes, groups=None, num_window_pages=0
+    )
+    with RankProcesses(2, RANK) as ranks:
+        ranks.start(load_of(make_model(tmp_path), 2))
+        ranks.wait_until_loaded()
+        with pytest.raises(ConfigError, match=r"rank 1 of this node cannot make its pool: .*Cannot allocate memory"):
+            ranks.join(pool)
