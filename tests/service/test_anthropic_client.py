@@ -32,7 +32,8 @@ class Verse(BaseModel):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with running(tmp_path_factory.mktemp("anthropic-client")) as service:
+    options = {"sse_ping_interval": 0.005}  # so that the client must skip many comments
+    with running(tmp_path_factory.mktemp("anthropic-client"), gateway_options=options) as service:
         yield service
 
 

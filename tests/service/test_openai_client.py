@@ -37,7 +37,8 @@ class Verse(BaseModel):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with running(tmp_path_factory.mktemp("openai-client")) as service:
+    options = {"sse_ping_interval": 0.005}  # so that the client must skip many comments
+    with running(tmp_path_factory.mktemp("openai-client"), gateway_options=options) as service:
         yield service
 
 
