@@ -194,14 +194,10 @@ INLINE vf exponential(vf x) {
     x = smaller(larger(x, splat(-87.0f)), splat(87.0f));
     const vf magic = splat(12582912.0f); /* adding it rounds to an integer, which is in the lowest bits then */
     const vf shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
-    vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
-    vf p = 1.9875691500e-4f * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return (vf)((vu)p + ((vu)shifted << 23));
+    const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    const vf p = ((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f;
+    const vf power = ((p * r + 1.6666665459e-1f) * r + 5.0000001201e-1f) * r * r + r + 1.0f;
+    return (vf)((vu)power + ((vu)shifted << 23));
 }
 
 /* Exchange quadrants: in every square of 2 * `size` rows and lanes, the upper right one with the lower left one. */

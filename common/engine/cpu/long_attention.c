@@ -17,15 +17,24 @@ int omp_get_thread_num(void); /* of the runtime that torch has loaded */
 
 enum { EACH = DOTS >> BF16 & 1 ? 2 : 1 }; /* numbers in a word of queries, keys, values and weights */
 /* PRODUCTS: the format of words in products. WORDS: as which format bfloat16 is loaded to become words. */
-enum { QUERIES = 2 * LANES, TOKENS = 256, MAX_DIM = 256, PRODUCTS = EACH == 2 ? BF16 : F32, WORDS = F32 + BF16 - PRODUCTS };
+enum { PRODUCTS = EACH == 2 ? BF16 : F32, WORDS = F32 + BF16 - PRODUCTS };
+/* TOKENS: of a block. TILES: so many use a block, one after the other, while it is in the second cache. */
+enum { QUERIES = 2 * LANES, TOKENS = 256, TILES = 8, MAX_DIM = 256 };
 
-/* Two vectors have a number of each of the QUERIES queries. */
+/* Queries, in two vectors a number of each, and their results so far. They see tokens begin .. length - 1, each query at
+ * least up to `position`. */
 typedef struct {
     vu queries[MAX_DIM / EACH][2];
-    vf scores[TOKENS][2];
+    vf sums[MAX_DIM][2], best[2], total[2];
+    vi positions[2];
+    long num, position, begin, length; /* num: of the queries, at most QUERIES */
+    char *outs[QUERIES];
+} Tile;
+
+typedef struct {
+    vf scores[TOKENS][2]; /* of one tile with a block */
     vu weights[TOKENS / EACH][2];
-    vf sums[MAX_DIM][2];
-    vf best[2], total[2];
+    Tile tiles[TILES];
 } Flash;
 
 static const char zeros[2 * MAX_DIM]; /* a token or a query that does not exist */
@@ -86,22 +95,23 @@ static void copy_row(const Paged *kv, long row, long head, long begin, long leng
 /* The factor of scores in the exponent of 2; of capped ones, theirs has been applied before. */
 INLINE float scale_of(const Paged *kv) { return 1.44269504f * (kv->layer.soft_cap != 0.0f ? 1.0f : kv->layer.scale); }
 
-/* Turn the scores of some tokens, from `start` on, into weights. Every query sees the first `clear` of them. */
-static void weigh(Flash *f, const Paged *kv, const vi *positions, long start, long tokens, long clear, int is_first) {
+/* Turn the scores of some tokens, from `start` on, into weights. */
+static void weigh(Flash *f, Tile *tile, const Paged *kv, long start, long tokens) {
     const float scale = scale_of(kv), soft_cap = kv->layer.soft_cap;
-    vf best[2] = {f->best[0], f->best[1]};
+    const long clear = start < first_seen(kv, tile->length - 1) ? 0 : tile->position + 1 - start; /* all queries see them */
+    vf best[2] = {tile->best[0], tile->best[1]};
     for (long t = 0; t < tokens; t++)
         for (int half = 0; half < 2; half++) {
             vf score = f->scores[t][half];
             if (soft_cap != 0.0f) score = capped(score * kv->layer.scale, soft_cap);
             if (t >= clear) /* far below the first best */
-                score = choose(is_seen(positions[half] - (int)(start + t), kv->layer.window), score, splat(-2e30f));
+                score = choose(is_seen(tile->positions[half] - (int)(start + t), kv->layer.window), score, splat(-2e30f));
             if (t >= clear || soft_cap != 0.0f) f->scores[t][half] = score;
             best[half] = larger(best[half], score);
         }
     for (int half = 0; half < 2; half++) {
-        const vf shrink = two_to_the((f->best[half] - best[half]) * scale), base = best[half] * scale;
-        vf total = f->total[half] * shrink;
+        const vf shrink = two_to_the((tile->best[half] - best[half]) * scale), base = best[half] * scale;
+        vf total = tile->total[half] * shrink;
         for (long t = 0; t < tokens; t += 2) {
             const vf first = two_to_the(f->scores[t][half] * scale - base);
             const vf second = two_to_the(f->scores[t + 1][half] * scale - base);
@@ -110,29 +120,27 @@ static void weigh(Flash *f, const Paged *kv, const vi *positions, long start, lo
             if (EACH == 1) f->weights[t + 1][half] = (vu)second;
             total += first + second;
         }
-        f->best[half] = best[half], f->total[half] = total;
-        for (long i = 0; i < kv->dim && !is_first; i++) f->sums[i][half] *= shrink;
+        tile->best[half] = best[half], tile->total[half] = total;
+        for (long i = 0; i < kv->dim && start > tile->begin; i++) tile->sums[i][half] *= shrink;
     }
 }
 
-/* Up to QUERIES queries: those of at most `most` neighbouring tokens, from token `first` of the piece on. */
-static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head, long first, long most,
-                        const uint32_t *keys, const uint32_t *values, Rows q, Rows out) {
+/* Begin with the queries of at most `most` neighbouring tokens, from token `first` of the piece on. */
+static void begin_tile(Tile *tile, const Paged *kv, const Piece *piece, long head, long first, long most, Rows q, Rows out) {
     const long left_over = piece->num_queries - first, num_tokens = left_over < most ? left_over : most;
-    const long group = group_size(kv), dim = kv->dim, num = num_tokens * group;
+    const long group = group_size(kv), dim = kv->dim, num = num_tokens * group, position = piece->position + first;
     const char *from = row_at(q, piece->first_query + first, BF16) + 2 * head * group * dim;
-    const long position = piece->position + first, length = position + num_tokens;
     const float *sinks = kv->layer.sinks ? kv->layer.sinks + head * group : 0;
     const char *queries[QUERIES];
-    char *outs[QUERIES];
-    vi positions[2];
+    tile->num = num, tile->position = position, tile->length = position + num_tokens;
+    tile->begin = first_seen(kv, position) / QUERIES * QUERIES;
     for (int m = 0; m < QUERIES; m++) {
         queries[m] = m < num ? from + 2 * (m / group * q.stride + m % group * dim) : zeros;
-        outs[m] = row_at(out, piece->first_query + first + m / group, BF16) + 2 * (head * group + m % group) * dim;
-        for (long i = 0; m < num && i < 2 * dim; i += 64) __builtin_prefetch(outs[m] + i, 1, 2);
-        positions[m / LANES][m % LANES] = (int)(position + m / group);
-        f->best[m / LANES][m % LANES] = sinks ? sinks[m % group] * 1.44269504f / scale_of(kv) : -1e30f;
-        f->total[m / LANES][m % LANES] = sinks ? 1.0f : 0.0f;
+        tile->outs[m] = row_at(out, piece->first_query + first + m / group, BF16) + 2 * (head * group + m % group) * dim;
+        for (long i = 0; m < num && i < 2 * dim; i += 64) __builtin_prefetch(tile->outs[m] + i, 1, 2);
+        tile->positions[m / LANES][m % LANES] = (int)(position + m / group);
+        tile->best[m / LANES][m % LANES] = sinks ? sinks[m % group] * 1.44269504f / scale_of(kv) : -1e30f;
+        tile->total[m / LANES][m % LANES] = sinks ? 1.0f : 0.0f;
     }
     for (long i = 0; i < dim / EACH; i += LANES)
         for (int half = 0; half < 2; half++) {
@@ -143,26 +151,32 @@ static void attend_tile(Flash *f, const Paged *kv, const Piece *piece, long head
                 square[lane] = (vu)load(query, i, WORDS);
             }
             transpose(square);
-            for (int lane = 0; lane < LANES; lane++) f->queries[i + lane][half] = square[lane];
+            for (int lane = 0; lane < LANES; lane++) tile->queries[i + lane][half] = square[lane];
         }
-    for (long begin = first_seen(kv, position) / QUERIES * QUERIES, start = begin, tokens; start < length; start += tokens) {
-        const long in_block = start % TOKENS, left = (length - start + QUERIES - 1) / QUERIES * QUERIES;
-        tokens = left < TOKENS - in_block ? left : TOKENS - in_block;
-        for (long t = 0; t < tokens; t += QUERIES)
-            multiply(keys + (start + t) * dim / EACH, f->queries, f->scores + t, dim / EACH, 0);
-        const long clear = start < first_seen(kv, length - 1) ? 0 : position + 1 - start;
-        weigh(f, kv, positions, start, tokens, clear, start == begin);
-        for (long i = 0; i < dim; i += QUERIES)
-            multiply(value_at(values, dim, i, start), f->weights, f->sums + i, tokens / EACH, start > begin);
-    }
+}
+
+/* What the tokens of the block from `block` on add to a tile. */
+static void attend_block(Flash *f, Tile *tile, const Paged *kv, long block, const uint32_t *keys, const uint32_t *values) {
+    const long dim = kv->dim, start = block > tile->begin ? block : tile->begin;
+    const long length = (tile->length + QUERIES - 1) / QUERIES * QUERIES;
+    const long tokens = (length < block + TOKENS ? length : block + TOKENS) - start;
+    if (tokens <= 0) return;
+    for (long t = 0; t < tokens; t += QUERIES)
+        multiply(keys + (start + t) * dim / EACH, tile->queries, f->scores + t, dim / EACH, 0);
+    weigh(f, tile, kv, start, tokens);
+    for (long i = 0; i < dim; i += QUERIES)
+        multiply(value_at(values, dim, i, start), f->weights, tile->sums + i, tokens / EACH, start > tile->begin);
+}
+
+static void end_tile(const Tile *tile, long dim) {
     for (int half = 0; half < 2; half++) {
-        const vf factor = 1.0f / f->total[half];
+        const vf factor = 1.0f / tile->total[half];
         for (long i = 0; i < dim; i += LANES) {
             vu square[LANES]; /* a row for each number from i on, then for each query */
-            for (int lane = 0; lane < LANES; lane++) square[lane] = (vu)(f->sums[i + lane][half] * factor);
+            for (int lane = 0; lane < LANES; lane++) square[lane] = (vu)(tile->sums[i + lane][half] * factor);
             transpose(square);
-            for (long m = LANES * half; m < num && m < LANES * half + LANES; m++)
-                store(outs[m], i, (vf)square[m % LANES], BF16);
+            for (long m = LANES * half; m < tile->num && m < LANES * half + LANES; m++)
+                store(tile->outs[m], i, (vf)square[m % LANES], BF16);
         }
     }
 }
@@ -174,19 +188,25 @@ static void attend_piece(const Paged *kv, const Piece *piece, long head, char *s
     Flash flash;
     copy_row(kv, piece->row, kv_head_of(kv, head), first_seen(kv, piece->position), length, keys, values);
     if (baton_has_amx()) configure_tiles(&before);
-    for (long first = 0; first < piece->num_queries; first += step)
-        attend_tile(&flash, kv, piece, head, first, step, keys, values, q, out);
+    for (long first = 0, num = 0; first < piece->num_queries; num = 0) {
+        Tile *tiles = flash.tiles;
+        for (; num < TILES && first < piece->num_queries; first += step)
+            begin_tile(tiles + num++, kv, piece, head, first, step, q, out);
+        for (long block = tiles[0].begin / TOKENS * TOKENS; block < tiles[num - 1].length; block += TOKENS)
+            for (int i = 0; i < num; i++) attend_block(&flash, tiles + i, kv, block, keys, values);
+        for (int i = 0; i < num; i++) end_tile(tiles + i, kv->dim);
+    }
     if (baton_has_amx()) restore_tiles(&before);
 }
 
+#endif
+
 EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch,
                                  long scratch_bytes, Rows q, Rows out) {
+#if defined(SIMD) && defined(__linux__)
 #pragma omp parallel for schedule(dynamic) if (num_pieces * kv->groups > 1)
     for (long unit = 0; unit < num_pieces * kv->groups; unit++)
         attend_piece(kv, pieces + unit / kv->groups, unit % kv->groups,
                      scratch + omp_get_thread_num() * scratch_bytes, q, out);
-}
-#else
-EXPORT void baton_long_attention(const Paged *kv, const Piece *pieces, long num_pieces, char *scratch,
-                                 long scratch_bytes, Rows q, Rows out) {}
 #endif
+}

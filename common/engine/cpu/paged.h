@@ -44,11 +44,8 @@ INLINE vi is_seen(vi distance, int32_t window) { return (vu)distance < (vu){0} +
 /* cap * tanh(score / cap). Near 0, where a difference of exponentials loses digits, a polynomial fitted to tanh. */
 INLINE vf capped(vf score, float cap) {
     const vf x = score / cap, square = x * x, far = 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
-    vf near = splat(-5.528613e-3f);
-    near = near * square + 2.0483294e-2f;
-    near = near * square - 5.369296e-2f;
-    near = near * square + 1.3330900e-1f;
-    near = near * square - 3.3333263e-1f;
+    const vf part = (-5.528613e-3f * square + 2.0483294e-2f) * square - 5.369296e-2f;
+    const vf near = (part * square + 1.3330900e-1f) * square - 3.3333263e-1f;
     return cap * choose(square < splat(0.4225f), near * square * x + x, far);
 }
 

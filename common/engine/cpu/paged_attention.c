@@ -78,15 +78,13 @@ INLINE void add_values(Query *q, const int count, const Tile *values, const Tile
  * number `own` of the tile's tokens, or lies outside. `scales`: of the keys, or null. */
 INLINE void reweigh(Query *q, const Paged *kv, int count, const float *scales, long own) {
     const float scale = kv->layer.scale, soft_cap = kv->layer.soft_cap;
-    const int32_t window = kv->layer.window;
-    const long dim = kv->dim;
     char *scores = (char *)q->scores;
     vf highest = splat(q->best), total = {0};
     for (int t = 0; t < count; t += LANES) {
         const vf factor = scales ? load((const char *)scales, t, F32) * (scale * q->query_unit) : splat(scale);
         vf scaled = load(scores, t, F32) * factor;
         if (soft_cap != 0.0f) scaled = capped(scaled, soft_cap);
-        scaled = choose(is_seen((int32_t)own - t - lane_numbers(), window), scaled, splat(-INFINITY));
+        scaled = choose(is_seen((int32_t)own - t - lane_numbers(), kv->layer.window), scaled, splat(-INFINITY));
         store(scores, t, scaled, F32);
         highest = larger(highest, scaled);
     }
@@ -94,7 +92,7 @@ INLINE void reweigh(Query *q, const Paged *kv, int count, const float *scales, l
     if (best > q->best) {
         const float shrink = expf(q->best - best);
         q->total *= shrink;
-        for (long i = 0; i < dim; i += LANES)
+        for (long i = 0; i < kv->dim; i += LANES)
             store((char *)q->sums, i, load((const char *)q->sums, i, F32) * shrink, F32);
         q->best = best;
     }
@@ -236,8 +234,7 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
         queries[m].total = sinks ? 1.0f : 0.0f;
     }
     const char *keys = kv->layer.keys, *values = kv->layer.values;
-    int turn = 0;
-    for (long start = begin; start < length; start += most, turn ^= 1) {
+    for (long start = begin, turn = 0; start < length; start += most, turn ^= 1) {
         const Places *here = places + turn, *later = start + most < length ? places + !turn : here;
         if (later != here) locate(kv, piece->row, start + most, start + 2 * most, length, places + !turn);
         for (long head = first_head; head < end_head; head++) {
@@ -303,13 +300,12 @@ static void write_rounded(const char *from, char *to, char *scale, long dim, int
 EXPORT void baton_write_kv(const Paged *kv, const int64_t *pages, const int64_t *offsets, long num_tokens,
                            const char *k, const char *v, long stride, int dtype) {
     const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype), head_bytes = kv->dim * item;
-    const int is_rounded = kv->dtype == I8;
 #pragma omp parallel for schedule(static) if (num_tokens > 64)
     for (long n = 0; n < num_tokens; n++)
         for (long head = 0; head < kv->kv_heads; head++) {
             ptrdiff_t to = pages[n] * kv->page_stride + head * kv->head_stride + offsets[n] * kv->dim;
             ptrdiff_t from = n * stride + head * kv->dim, scale = to + scale_after(kv, offsets[n]);
-            if (is_rounded) {
+            if (kv->dtype == I8) {
                 write_rounded(k + from * item, kv->layer.keys + to, kv->layer.keys + scale, kv->dim, dtype);
                 write_rounded(v + from * item, kv->layer.values + to, kv->layer.values + scale, kv->dim, dtype);
                 continue;

@@ -18,12 +18,8 @@ INLINE vf weight_of(vf scaled, vf threshold) {
     const vf least = splat(-(float)(WEIGHT_BITS + 2));
     vf x = choose((scaled >= threshold) & (scaled > least), scaled, least);
     vf whole = whole_part(x), part = x - whole;
-    vf power = part * 0.0018671302f;
-    power = (power + 0.00901703f) * part;
-    power = (power + 0.055799913f) * part;
-    power = (power + 0.24016444f) * part;
-    power = (power + 0.6931513f) * part;
-    power = power + 1.0f;
+    vf power = (((part * 0.0018671302f + 0.00901703f) * part + 0.055799913f) * part + 0.24016444f) * part;
+    power = (power + 0.6931513f) * part + 1.0f;
     vi exponent = (__builtin_convertvector(whole, vi) + WEIGHT_BITS) << 23;
     vf weight = (vf)((vi)power + exponent);
     /* Numbers from 2^24 on are whole. */
