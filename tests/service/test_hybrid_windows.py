@@ -132,7 +132,7 @@ def with_adapters(
 
 
 @pytest.mark.slow(sample=0.25)
-@pytest.mark.parametrize("num_prefill", [pytest.param(0, marks=pytest.mark.slow(sample=0)), 1])
+@pytest.mark.parametrize("num_prefill", [0, 1])
 def test_requests_with_adapters_give_the_tokens_of_the_merged_models(
     model: tuple[Path, list[Case]],
     with_adapters: tuple[dict[str, Path], dict[str, list[Case]]],
