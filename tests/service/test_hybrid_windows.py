@@ -95,7 +95,7 @@ def test_decode_nodes_are_sent_window_pages_of_the_window_only(model: tuple[Path
     cluster.close()
 
 
-@pytest.mark.slow(sample=0.25)
+@pytest.mark.slow
 def test_requests_with_different_salts_share_no_page_of_either_pool(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     cluster = make_cluster(folder)
@@ -131,7 +131,7 @@ def with_adapters(
     return adapters, of_adapter
 
 
-@pytest.mark.slow(sample=0.25)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_prefill", [0, 1])
 def test_requests_with_adapters_give_the_tokens_of_the_merged_models(
     model: tuple[Path, list[Case]],
@@ -152,7 +152,7 @@ def test_requests_with_adapters_give_the_tokens_of_the_merged_models(
     cluster.close()
 
 
-@pytest.mark.slow(sample=0.25)
+@pytest.mark.slow
 def test_windows_that_an_override_changes_give_the_tokens_of_the_library(
     model: tuple[Path, list[Case]], tmp_path: Path
 ) -> None:

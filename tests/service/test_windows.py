@@ -28,7 +28,6 @@ def make_cluster(
     return make_window_cluster(folder, num_prefill=num_prefill, prefill_pages=prefill_pages, decode_pages=decode_pages)
 
 
-@pytest.mark.slow(sample=0.34)
 @pytest.mark.parametrize("decode_pages", [18, 64])
 def test_requests_longer_than_the_pools_give_the_librarys_tokens(
     model: tuple[Path, list[Case]], decode_pages: int

@@ -346,7 +346,6 @@ def test_without_a_home_directory_torch_computes(
 OLDER = [(f"-march={name}",) for name in ("x86-64", "sandybridge", "ivybridge", "bdver2")]
 
 
-@pytest.mark.slow(sample=0.3)
 @pytest.mark.parametrize(
     "flags",
     [
