@@ -22,6 +22,13 @@ from gateway.http.streaming import PING, OutputEvents, TurnEnd
 
 COMPLETIONS = "/v1/completions"
 STREAM = {"prompt": "x", "max_tokens": 100, "stream": True}
+BODIES = {
+    COMPLETIONS: {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"input": "x", "store": False},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
+    "/generate": {"text": "x"},
+}
 
 
 @pytest.fixture
@@ -66,16 +73,7 @@ async def test_messages_that_arrive_together_make_one_event_for_each_stream(stac
         answer.close()
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (COMPLETIONS, {"prompt": "x"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
-        ("/v1/responses", {"input": "x", "store": False}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}),
-        ("/generate", {"text": "x"}),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
 async def test_events_of_all_apis_are_written_without_their_task(stack, monkeypatch, path, body):
     written, write = [], OutputEvents.write
 
@@ -98,16 +96,7 @@ async def test_events_of_all_apis_are_written_without_their_task(stack, monkeypa
         assert written[0] in await answer.read()
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (COMPLETIONS, {"prompt": "x"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
-        ("/v1/responses", {"input": "x", "store": False}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}),
-        ("/generate", {"text": "x"}),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
 async def test_a_silent_stream_gets_comments_before_its_first_text_and_after(folder, path, body):
     async with running(folder, sse_ping_interval=0.05) as stack:
         prefill, decode = await stack.silent_pair()
@@ -126,14 +115,11 @@ async def test_a_silent_stream_gets_comments_before_its_first_text_and_after(fol
         assert b"bc" in data
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/responses", "/v1/messages"])
-async def test_a_stream_that_fails_after_a_comment_ends_with_an_error(folder, path):
-    fields = {"prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
-    names = {COMPLETIONS: ("prompt", "max_tokens"), "/v1/responses": ("input",)}.get(path, ("messages", "max_tokens"))
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
+async def test_a_stream_that_fails_after_a_comment_ends_with_an_error(folder, path, body):
     async with running(folder, sse_ping_interval=0.05) as stack:
         prefill, _ = await stack.silent_pair()
-        body = {"stream": True, **{name: fields[name] for name in names}}
-        async with stack.client.post(stack.url + path, json=body) as answer:
+        async with stack.client.post(stack.url + path, json={**body, "stream": True}) as answer:
             await answer.content.readuntil(b": ping\n\n")
             rid = await prefill.only_rid()
             prefill.fail(rid, ErrorCode.INVALID_REQUEST, "a wild failure")
