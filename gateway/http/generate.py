@@ -253,6 +253,7 @@ class GenerateApp:
                     services.metrics.disconnected(output)
             raise
         finally:
+            answer.events.close()
             if answer.keyed is not None:
                 self._retries.leave(answer.keyed, answer.events)
             else:

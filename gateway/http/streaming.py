@@ -113,24 +113,26 @@ class OutputEvents:
         if not self._changed:
             loop = asyncio.get_running_loop()
             self._waiter, self._writer = loop.create_future(), writer
-            if self._ping_s:
+            if self._ping_s and self._timer is None:
                 self._look_at_silence(loop)
-            try:
-                await self._waiter
-            finally:
-                if self._timer is not None:
-                    self._timer.cancel()
+            await self._waiter
             self._waiter = None
         changed, self._changed = list(self._changed.values()), {}
         return changed
 
     def _look_at_silence(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wakes the task once nothing has been written for long enough."""
-        silent_at = self._written_at + self._ping_s
-        if silent_at > loop.time():
-            self._timer = loop.call_at(silent_at, self._look_at_silence, loop)
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        """Wakes the task whenever nothing has been written for long enough, until ``close``."""
+        now, silent_at = loop.time(), self._written_at + self._ping_s
+        if silent_at <= now:
+            silent_at = now + self._ping_s
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+        self._timer = loop.call_at(silent_at, self._look_at_silence, loop)
+
+    def close(self) -> None:
+        """Nothing waits for outputs any more."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def on_written(self, at: float) -> None:
         """The stream has been written to, at this time of the event loop."""
