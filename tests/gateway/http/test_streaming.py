@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 import threading
@@ -159,6 +160,27 @@ async def test_a_comment_comes_only_after_as_much_silence(folder, monkeypatch):
         answer.close()
     pings = [at for at, data in enumerate(written) if data == PING]
     assert all(written[at + 1] - written[at - 1] >= 0.199 for at in pings)  # the loop's clock shows milliseconds
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_nothing_waits_for_the_silence_of_a_stream_that_is_over(stack, leaves):
+    """A timer that still ran would hold what it would wake."""
+    before = waiting_objects()
+    rid, answer, arriving = await begin(stack)
+    assert len(waiting_objects()) > len(before)
+    if leaves:
+        answer.close()
+    else:
+        stack.nodes[1].mailbox.send(message(stack.nodes[1], rid, 1, "b", "length"))
+        assert await texts(arriving) == ["b"]
+    async with asyncio.timeout(60):
+        while len(waiting_objects()) > len(before):
+            await asyncio.sleep(0.02)
+
+
+def waiting_objects():
+    gc.collect()
+    return [one for one in gc.get_objects() if isinstance(one, OutputEvents)]
 
 
 async def test_a_stream_that_ends_in_the_turn_of_an_event_sends_both(stack):
