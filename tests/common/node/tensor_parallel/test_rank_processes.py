@@ -241,3 +241,11 @@ def test_a_rank_without_memory_for_its_pool_refuses_the_start_with_the_reason(tm
         ranks.wait_until_loaded()
         with pytest.raises(ConfigError, match=r"rank 1 of this node cannot make its pool: .*Cannot allocate memory"):
             ranks.join(pool)
+
+
+def test_a_rank_that_is_killed_while_it_loads_the_model_is_named(tmp_path: Path) -> None:
+    with RankProcesses(2, RANK) as ranks:
+        ranks.start(load_of(make_model(tmp_path), 2))
+        os.kill(*ranks.pids, signal.SIGKILL)
+        with pytest.raises(ConfigError, match="rank 1 of this node ended when it was to load the model"):
+            ranks.wait_until_loaded()
