@@ -192,13 +192,13 @@ class Router:
             able = np.ones(len(rows), np.bool_)
             if among.revision:
                 able &= arrays.revision[rows] == self._revisions.get(among.revision, -1)
-            if among.prefers_idle and (idle := able & (counts[rows] == 0)).any():
-                able = idle
             if rows is group.decode_rows and among.decode is not None:
                 able &= rows == self._rows.get(among.decode, -1)
             else:
                 for incarnation in among.avoid:
                     able &= rows != self._rows.get(incarnation, -1)
+            if among.prefers_idle and (idle := able & (counts[rows] == 0)).any():
+                able = idle
             kept.append(able)
         prefills, decodes = kept
         return group._replace(

@@ -138,11 +138,11 @@ def test_a_choice_among_some_nodes_equals_the_choice_with_these_alone(prefills, 
 
     def allowed(nodes, among, count):
         nodes = [node for node in nodes if among.revision in ("", node.revision)]
-        if among.prefers_idle:
-            nodes = [node for node in nodes if not count(node.incarnation)] or nodes
         if among.decode is not None and nodes and nodes[0].incarnation.startswith("d"):
-            return [node for node in nodes if node.incarnation == among.decode]
-        return [node for node in nodes if node.incarnation not in among.avoid]
+            nodes = [node for node in nodes if node.incarnation == among.decode]
+        else:
+            nodes = [node for node in nodes if node.incarnation not in among.avoid]
+        return [node for node in nodes if among.prefers_idle and not count(node.incarnation)] or nodes
 
     for number, among in enumerate(history):
         some_prefills, some_decodes = allowed(prefills, among, slow.load), allowed(decodes, among, slow.num_requests)
