@@ -279,7 +279,8 @@ class Dispatcher:
             self._order_moves(pool, now)
             if pool.registry.tick(now):
                 self.on_workers_added(pool)
-            for queued in pool.queue.expired(now, is_routable=pool.registry.is_ready):
+            registry = pool.registry
+            for queued in pool.queue.expired(now, is_routable=registry.is_ready, has_reserved=registry.has_reserved):
                 message = "no nodes that can serve the request registered while it waited"
                 self._fail(self._in_flight[queued.rid], RequestError(ErrorCode.NO_ROUTE, message))
         for flight, error in self._further.expired(now):
@@ -325,7 +326,7 @@ class Dispatcher:
                     self.fail_internal(failed.stream.request.rid)
         for flight in placed:
             if flight.is_paused and not flight.stream.is_ended:  # since an earlier attempt
-                self._tell_paused(flight)
+                self._hold_if_paused(flight)
 
     @staticmethod
     def _choose(pool: WorkerPool, request: GenerateRequest, known: WorkerPair | None, now: float) -> WorkerPair | None:
@@ -387,16 +388,17 @@ class Dispatcher:
         flight.was_paused = True
         flight.pool.admission.set_paused(is_paused=is_paused)
         self.decisions.note(self._clock.now(), rid, "pause" if is_paused else "resume", "as its client reads")
-        self._tell_paused(flight)
+        self._hold_if_paused(flight)
         if not flight.pool.queue.is_idle:
             self.pump_soon()
 
-    def _tell_paused(self, flight: InFlightRequest) -> None:
-        if flight.pair is not None and flight.pair.decode is not None:
-            flight.pool.router.set_paused(flight.pair, is_paused=flight.is_paused)
-            self._channel.send(
-                SetPaused(flight.stream.request.rid, flight.attempt, flight.is_paused), flight.pair.decode
-            )
+    def _hold_if_paused(self, flight: InFlightRequest) -> None:
+        """Tells the decode node whether to compute a request. A trial goes on until it has passed."""
+        is_held = flight.is_paused and not flight.is_on_trial
+        if flight.pair is not None and flight.pair.decode is not None and flight.is_held != is_held:
+            flight.is_held = is_held
+            flight.pool.router.set_paused(flight.pair, is_paused=is_held)
+            self._channel.send(SetPaused(flight.stream.request.rid, flight.attempt, is_held), flight.pair.decode)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -475,7 +477,8 @@ class Dispatcher:
         """Counts an attempt out."""
         if flight.is_prefill_counted:
             flight.pool.router.prefill_done(pair, self._clock.now())
-        if flight.is_paused and pair.decode is not None:
+        if flight.is_held:
+            flight.is_held = False
             flight.pool.router.set_paused(pair, is_paused=False)
         flight.pool.router.decode_done(pair)
         if (flight.has_reserved_nodes or flight.pool.registry.health.breakers) and end_trial(flight, pair):
@@ -549,8 +552,7 @@ class Dispatcher:
         source, target = (workers[incarnation] for incarnation in flight.nodes)
         stream.prefill, stream.decode = source.name, target.name
         self._channel.send(flight.generate((), now), target.incarnation)
-        if flight.is_paused:
-            self._tell_paused(flight)
+        self._hold_if_paused(flight)
 
     # ---- messages of nodes ------------------------------------------------------------------------------------------
 
@@ -575,7 +577,8 @@ class Dispatcher:
             wrong = f"later tokens without token {len(flight.stream.ids)}"
             self._recover_from_wrong_output(flight, flight.pair.last, wrong)
             return
-        elif (flight.is_probe or flight.has_reserved_nodes) and end_passed_trial(flight):
+        elif flight.is_on_trial and end_passed_trial(flight):
+            self._hold_if_paused(flight)
             self.on_workers_added(flight.pool)
         if self._moves and not flight.stream.is_ended:
             self._go_on_at_target(flight)

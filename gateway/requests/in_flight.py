@@ -31,8 +31,9 @@ class InFlightRequest(msgspec.Struct, eq=False):
         num_continued: output tokens that the stream had when the attempt began.
         began_at: when the attempt was sent.
         is_prefill_counted: the router counts the prompt as one that the prefill node has to compute.
-        is_paused: its client is slow to read, so its decode node does not compute it.
+        is_paused: its client is slow to read.
         was_paused: it was so at some time, and its time tells nothing about the nodes.
+        is_held: its decode node was told not to compute it, since it is paused.
         failed_at: the node that failed it and need not be told of its end.
         recovery: what decides about further attempts; None while no attempt has ended without the request's fault.
         backoff: runs until the request joins the queue for its next attempt; None while it does not wait for that.
@@ -55,11 +56,17 @@ class InFlightRequest(msgspec.Struct, eq=False):
     is_prefill_counted: bool = False
     is_paused: bool = False
     was_paused: bool = False
+    is_held: bool = False
     failed_at: str = ""
     recovery: Recovery | None = None
     backoff: Timer | None = None
     is_probe: bool = False
     has_reserved_nodes: bool = False
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Its output shows whether its nodes can be trusted, for which other requests wait."""
+        return self.is_probe or self.has_reserved_nodes
 
     @property
     def is_prefilled(self) -> bool:

@@ -26,6 +26,7 @@ class RequestQueue:
         self._stranded: dict[RequestKey, float] = {}  # no registered pool can hold these, since when
         self._stranded_before: dict[RequestKey, float] = {}  # for how long those that are tried again were
         self._unroutable_since: float | None = None
+        self._looked_at = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._recovered)
@@ -131,8 +132,16 @@ class RequestQueue:
         self._stranded_before |= {key: now - since for key, since in self._stranded.items()}
         self._stranded.clear()
 
-    def expired(self, now: float, *, is_routable: bool) -> list[Request]:
-        """Requests that have waited too long for nodes to come back, those that were put back left out."""
+    def expired(self, now: float, *, is_routable: bool, has_reserved: bool = False) -> list[Request]:
+        """Requests that have waited too long for nodes to come back, those that were put back left out.
+
+        Args:
+            has_reserved: a suspect request has nodes for itself. The time does not count for requests that were set
+                aside.
+        """
+        since_last_s, self._looked_at = now - self._looked_at, now
+        if has_reserved:
+            self._stranded = {key: min(since + since_last_s, now) for key, since in self._stranded.items()}
         if is_routable:
             self._unroutable_since = None
             overdue = [key for key, since in self._stranded.items() if now - since > self._recovery_timeout_s]

@@ -15,6 +15,7 @@ def begin_trial(flight: InFlightRequest, pair: WorkerPair) -> None:
     if flight.recovery is not None and flight.recovery.is_suspect:
         flight.has_reserved_nodes = True
         registry.set_reserved(pair.nodes, True)
+    flight.is_probe = False
     if pair.prefill and pair.decode and registry.health.breakers:
         flight.is_probe = registry.begins_probe(PairKey(pair.prefill, pair.decode))
 
