@@ -1,5 +1,6 @@
 """Cores that nodes share: who is done when, worked out by hand."""
 
+from collections import Counter
 from collections.abc import Collection
 from functools import partial
 
@@ -23,7 +24,7 @@ def ends_of(
     slower_beside: dict[Role, float] = SAME,
     prefill: Collection[str] = (),
 ) -> dict[str, float]:
-    """When each step ends, of (begin, seconds alone).
+    """When each step ends, of (begin, seconds alone). Each has a thread of its own.
 
     Args:
         slower_beside: factor of the seconds, by the role of the other node.
@@ -35,7 +36,7 @@ def ends_of(
     for name, (begin_s, seconds) in steps.items():
         end = partial(lambda name: ends.setdefault(name, events.now()), name)
         beside_s = {role: factor * seconds for role, factor in slower_beside.items()}
-        events.at(begin_s, cores.run, "prefill" if name in prefill else "decode", seconds, beside_s, end)
+        events.at(begin_s, cores.run, name, "prefill" if name in prefill else "decode", seconds, beside_s, end)
     while len(ends) < len(steps):
         events.step()
     return ends
@@ -68,9 +69,33 @@ def test_a_step_that_comes_later_takes_half_of_the_core() -> None:
     assert found == pytest.approx({"long": 2.5, "short": 2.0})
 
 
-def test_each_of_three_steps_gets_two_thirds_of_a_core_of_two() -> None:
+def test_of_three_threads_two_share_a_core_until_another_one_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.simulator.service.cores.STAY_S", (9.0, 9.0))
     found = ends_of(2, {"a": (0.0, 1.0), "b": (0.0, 1.0), "c": (0.0, 2.0)})
-    assert found == pytest.approx({"a": 1.5, "b": 1.5, "c": 2.5})
+    assert found == pytest.approx({"a": 1.5, "b": 1.0, "c": 2.5})
+
+
+def test_three_threads_take_turns_at_having_a_core_alone() -> None:
+    found = ends_of(2, dict.fromkeys("abc", (0.0, 60.0)))
+    assert all(85.0 < end < 95.0 for end in found.values()), "90 s each, if shares were equal"
+
+
+def test_a_thread_goes_on_with_its_next_step_on_the_same_core() -> None:
+    events = EventQueue()
+    cores, ends = Cores(events, 2), Counter[str]()
+
+    def run(thread: str) -> None:
+        cores.run(thread, "decode", 0.001, {"decode": 0.001}, partial(end, thread))
+
+    def end(thread: str) -> None:
+        ends[thread] += 1
+        run(thread)
+
+    for thread in "abc":
+        run(thread)
+    while events.now() < 0.05:
+        events.step()
+    assert ends == pytest.approx({"a": 25, "b": 50, "c": 25}, abs=1), "a and c share a core"
 
 
 def test_a_step_without_work_ends_at_once() -> None:
@@ -82,9 +107,9 @@ def test_a_waking_thread_waits_while_all_cores_compute() -> None:
     cores = Cores(events, 2)
     assert cores.wait_s == 0.0
     ended: list[str] = []
-    cores.run("decode", 1.0, SAME, lambda: ended.append("a"))
+    cores.run("a", "decode", 1.0, SAME, lambda: ended.append("a"))
     assert cores.wait_s == 0.0
-    cores.run("decode", 2.0, SAME, lambda: ended.append("b"))
+    cores.run("b", "decode", 2.0, SAME, lambda: ended.append("b"))
     assert cores.wait_s == WAKE_S
     while not ended:
         events.step()

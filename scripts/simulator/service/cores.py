@@ -1,5 +1,6 @@
 """Processor cores that the processes of one machine share."""
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ from scripts.simulator.event_queue import EventQueue, Timer
 
 #: How long a thread that wakes, and may run on any core, waits while all compute: most of a tick of Linux 6.18, 4 ms.
 WAKE_S = 0.003
+#: How long Linux 6.18 leaves threads on their cores, at least and at most, while there are more threads than cores.
+STAY_S = (0.08, 0.42)
 
 
 @dataclass(slots=True, eq=False)
@@ -15,13 +18,17 @@ class Step:
     """An engine step that is under way.
 
     Attributes:
+        thread: name of the one that computes it; it has no other step meanwhile.
         role: of its node.
+        core: number of the core that it is on.
         alone_s: how long it takes while no other node computes.
         beside_s: how long it takes on a core of its own while a node of each role computes.
         left: the share that is still to be done.
     """
 
+    thread: str
     role: Role
+    core: int
     alone_s: float
     beside_s: Mapping[Role, float]
     then: Callable[[], None]
@@ -31,7 +38,9 @@ class Step:
 class Cores:
     """Shared cores, and the steps that they compute, each with one thread.
 
-    While there are more steps than cores, each has an equal share of them.
+    They place threads as Linux does. A step begins on the core of the last step of its thread, or on an idle one if
+    that one is busy. Threads on one core have equal shares of it. An idle core takes a thread from one that has
+    several. While there are more threads than cores, one of them goes to another core a few times a second.
 
     Attributes:
         count: number of cores. Up to this many nodes are pinned to cores of their own.
@@ -44,12 +53,22 @@ class Cores:
         self._since = 0.0  # when every `left` was computed last
         self._speeds: list[float] = []  # from then on, in shares of a step per second
         self._timer: Timer | None = None
+        self._last_core: dict[str, int] = {}  # of each thread
+        self._random = random.Random(0)
+        self._is_move_due = False
 
-    def run(self, role: Role, alone_s: float, beside_s: Mapping[Role, float], then: Callable[[], None]) -> None:
+    def run(
+        self, thread: str, role: Role, alone_s: float, beside_s: Mapping[Role, float], then: Callable[[], None]
+    ) -> None:
         """Compute a step of a node of this role, and call ``then`` at its end."""
         self._progress()
-        self._steps.append(Step(role, max(alone_s, 1e-9), beside_s, then))
+        core, loads = self._last_core.get(thread, 0), self._loads()
+        if loads[core] and 0 in loads:
+            core = loads.index(0)
+        self._last_core[thread] = core
+        self._steps.append(Step(thread, role, core, max(alone_s, 1e-9), beside_s, then))
         self._go_on()
+        self._move_later()
 
     @property
     def wait_s(self) -> float:
@@ -73,16 +92,43 @@ class Cores:
             self._timer = self._events.background_after(waits_s[first], self._end, self._steps[first])
 
     def _speed(self, step: Step) -> float:
-        """Share of a step per second. The other steps slow it in equal parts."""
-        others = [other for other in self._steps if other is not step]
+        """Share of a step per second. The steps on other cores slow it in equal parts."""
+        others = [other for other in self._steps if other.core != step.core]
         if not others:
-            return 1 / step.alone_s
+            return 1 / step.alone_s / len(self._steps)
         beside_s = sum(step.beside_s[other.role] for other in others) / len(others)
-        return min(1.0, self.count / len(self._steps)) / max(beside_s, 1e-9)
+        return 1 / max(beside_s, 1e-9) / (len(self._steps) - len(others))
 
     def _end(self, step: Step) -> None:
         self._progress()
         place = self._steps.index(step)
         del self._steps[place], self._speeds[place]
         self._go_on()
-        step.then()
+        step.then()  # its thread may go on with another step
+        loads = self._loads()
+        if 0 in loads and max(loads) > 1:
+            self._move()
+
+    def _loads(self) -> list[int]:
+        """How many threads compute on each core."""
+        cores = [step.core for step in self._steps]
+        return [cores.count(core) for core in range(self.count)]
+
+    def _move(self) -> None:
+        """Move a thread from the core that has most to the one that has fewest."""
+        self._progress()
+        loads = self._loads()
+        step = self._random.choice([step for step in self._steps if step.core == loads.index(max(loads))])
+        step.core = self._last_core[step.thread] = loads.index(min(loads))
+        self._go_on()
+
+    def _move_later(self) -> None:
+        if not self._is_move_due and len(self._steps) > self.count:
+            self._is_move_due = True
+            self._events.background_after(self._random.uniform(*STAY_S), self._move_by_time)
+
+    def _move_by_time(self) -> None:
+        self._is_move_due = False
+        if len(self._steps) > self.count:
+            self._move()
+            self._move_later()

@@ -347,7 +347,8 @@ class Node:
         else:
             beside_s = {other: costs.seconds(work) * slowness for other, costs in self._costs_beside.items()}
             self._num_awaited += 1
-            self._cores.run(self.kind, seconds, beside_s, partial(self._step_over, self._num_awaited))
+            end = partial(self._step_over, self._num_awaited)
+            self._cores.run(self.incarnation, self.kind, seconds, beside_s, end)
 
     def _await_step_end(self) -> None:
         """Schedule the end of the outstanding step, or of the last one if deferred repetitions come before."""
