@@ -97,7 +97,7 @@ class EngineThread:
         self._plans: queue.Queue[StepPlan | ProfileOrder | None] = queue.Queue()
         self._answers: queue.SimpleQueue[tuple[GatewayLink, ProfileAnswer]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
-        self._grammars: queue.SimpleQueue[CompiledGrammar] = queue.SimpleQueue()
+        self._compiling: dict[str, Future[Any]] = {}  # grammars in use that were not taken yet
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()  # a grammar may be compiled after the end
         self._is_closed = False
@@ -129,22 +129,20 @@ class EngineThread:
 
         def note(work: Future[Any]) -> None:
             if not work.cancelled():
-                self._grammars.put(CompiledGrammar(grammar, _reason(work.exception())))
                 self.notify()
 
-        self._executor.compile_grammar(grammar).add_done_callback(note)
+        self._compiling[grammar] = self._executor.compile_grammar(grammar)
+        self._compiling[grammar].add_done_callback(note)
 
     def drop_grammar(self, grammar: str) -> None:
         """Note that no request has this grammar any more."""
+        self._compiling.pop(grammar, None)
         self._executor.drop_grammar(grammar)
 
     def take_grammars(self) -> list[CompiledGrammar]:
         """The grammars that are ready, or have failed, since the last call. Call ``take`` first."""
-        found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._grammars.get_nowait())
-        return found
+        done = [grammar for grammar, work in self._compiling.items() if work.done()]
+        return [CompiledGrammar(grammar, _reason(self._compiling.pop(grammar).exception())) for grammar in done]
 
     def submit(self, plan: StepPlan) -> None:
         assert self.has_room

@@ -72,12 +72,12 @@ class GrammarCompiler:
     def compiled(self, grammar: str) -> "LLMatcher | None":
         """Return a grammar that has been compiled; never waits.
 
-        None: it has been forgotten, since its last request ended after the step was planned.
+        None: it has been forgotten, since its last request ended after the step was planned. It may be compiled again
+        by now, for a request that came later.
         """
         with self._lock:
             found = self._in_use.get(grammar) or self._unused.get(grammar)
-        assert found is None or found.done(), "a request is computed before its grammar is compiled"
-        return None if found is None else found.result()
+        return found.result() if found is not None and found.done() else None
 
     def drop(self, grammar: str) -> None:
         """Note that no request has a grammar any more: it may be forgotten, and need not be compiled."""

@@ -183,6 +183,20 @@ def test_grammars_are_handed_over_with_a_wake_up_unless_they_were_dropped() -> N
     engine.grammars["late"].set_result(None)  # wakes nothing
 
 
+def test_a_grammar_that_is_compiled_again_is_not_taken_before_it_is_ready() -> None:
+    """The executor has forgotten it after the drop."""
+    engine = Engine()
+    thread = EngineThread(engine)
+    thread.compile_grammar("again")
+    engine.grammars["again"].set_result(None)
+    thread.drop_grammar("again")
+    thread.compile_grammar("again")
+    assert thread.take_grammars() == []
+    engine.grammars["again"].set_result(None)
+    assert thread.take_grammars() == [CompiledGrammar("again")]
+    thread.close()
+
+
 def test_an_error_from_another_thread_is_raised_by_take() -> None:
     thread = EngineThread(Engine())
     thread.fail(ValueError("a rank is lost"))

@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -354,8 +356,9 @@ def test_a_dropped_grammar_is_not_compiled_any_more(compiler: GrammarCompiler, m
     assert not again.result().is_error()
 
 
+@pytest.mark.parametrize("is_compiled_again", [False, True], ids=("forgotten", "compiled again"))
 def test_a_step_finds_no_grammar_that_was_forgotten_after_the_step_was_planned(
-    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch, is_compiled_again: bool
 ) -> None:
     """Its request has ended, so the token of its row is ignored."""
     monkeypatch.setattr("common.engine.sampling.grammar.MAX_UNUSED", 1)
@@ -364,10 +367,14 @@ def test_a_step_finds_no_grammar_that_was_forgotten_after_the_step_was_planned(
         executor.compile_grammar(text).result()
     for text in texts:
         executor.drop_grammar(text)
+    if is_compiled_again:
+        monkeypatch.setattr(executor._grammars, "_threads", Mock(submit=lambda *_: Future()))
+        executor.compile_grammar(texts[0])
     prompt = (5, 6, 7)
     admit = Admit(0, SamplingParams(temperature=0.0, grammar=texts[0]), len(prompt), None, prompt)
     result = executor.run(StepPlan(1, (admit,), (PageDelta(0, 0, (0,)),), (Row(0, 0, prompt, True),)))
     assert (len(result.tokens), result.errors) == (1, ())
+    executor.drop_grammar(texts[0])
 
 
 def test_a_grammar_is_not_forgotten_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
