@@ -7,11 +7,11 @@ from importlib.util import find_spec
 import torch
 
 from common.cache.page_layout import PageLayout
-from common.engine.attention.cpu import cpu_attention, cpu_conflict
+from common.engine.attention.cpu import copied_bytes, cpu_attention, cpu_conflict
 from common.engine.attention.grouped import GroupedAttention
 from common.engine.attention.protocol import AttentionBackend, AttentionParams, LayerParams
 from common.engine.attention.reference import ReferenceAttention
-from common.engine.attention.torch_sdpa import TorchAttention
+from common.engine.attention.torch_sdpa import TorchAttention, gathered_bytes
 from common.engine.kv_pool import KVPool
 from common.engine.triton_kernels import has_interpreter
 from common.errors import ConfigError, needs_extra
@@ -67,6 +67,12 @@ def resolve_attention(name: str, device: torch.device, layout: PageLayout) -> st
     if reason:
         raise ConfigError(f"--attention-backend {name}: {reason}")
     return name
+
+
+def copied_bytes_on_cpu(name: str, layout: PageLayout, *, num_heads: int, num_threads: int) -> int:
+    """Return the bytes that a backend on a CPU copies for each token of the longest request."""
+    is_native = resolve_attention(name, torch.device("cpu"), layout) == "cpu"
+    return copied_bytes(layout, num_heads, num_threads) if is_native else gathered_bytes(layout, num_heads)
 
 
 def log_choice(name: str, device: torch.device, layout: PageLayout) -> None:

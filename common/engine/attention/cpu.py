@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.cache.page_layout import PageLayout
 from common.engine.attention.protocol import AttentionBackend, AttentionParams, LayerParams
-from common.engine.attention.torch_sdpa import ExtendRow, TorchAttention
+from common.engine.attention.torch_sdpa import ExtendRow, TorchAttention, gathered_bytes
 from common.engine.batch import StepBatch, cut_into_pieces
 from common.engine.cpu.kernels import (
     DTYPES,
@@ -57,10 +57,9 @@ class CpuAttention:
         self.num_groups = num_groups(num_heads, pool.layout.num_kv_heads)
         #: Query heads that are computed together.
         self.group = num_heads // self.num_groups
-        dtype, fits_vectors = pool.layout.dtype, pool.layout.head_dim % (2 * LANES) == 0
-        self.has_long_attention = dtype == "bfloat16" and fits_vectors and kernels.has_long_attention
+        self.has_long_attention = _has_long_attention(pool.layout, kernels)
         #: New tokens from which on a row is long.
-        self.long_extend = NEVER if dtype == "int8" and fits_vectors and kernels.has_int8_dot else LONG_EXTEND
+        self.long_extend = NEVER if _has_int8_attention(pool.layout, kernels) else LONG_EXTEND
 
     def prepare(self, batch: StepBatch) -> "CpuStep":
         return CpuStep(self, batch)
@@ -130,8 +129,35 @@ def _long_pieces(batch: StepBatch, rows: NDArray[np.intp], backend: CpuAttention
     fair = int(batch.rows.num_new[rows].sum()) * layout.num_kv_heads // (PIECES_PER_THREAD * threads)
     pieces = cut_into_pieces(batch, rows, min(max(fair, MIN_PIECE), MAX_PIECE))
     length = -(-int(batch.lengths[rows].max()) // LONG_TILE) * LONG_TILE
-    num_bytes = 2 * length * layout.head_dim * 4  # keys and values, in float32 at most
-    return LongPieces(pieces, torch.empty(threads, num_bytes, dtype=torch.uint8))
+    return LongPieces(pieces, torch.empty(threads, length * _unpacked_bytes(layout), dtype=torch.uint8))
+
+
+def _unpacked_bytes(layout: PageLayout) -> int:
+    """Return the bytes of a token's key and value of one head, in float32 at most, which a thread copies."""
+    return 2 * layout.head_dim * 4
+
+
+def _fits_vectors(layout: PageLayout) -> bool:
+    return layout.head_dim % (2 * LANES) == 0
+
+
+def _has_long_attention(layout: PageLayout, kernels: Kernels) -> bool:
+    return layout.dtype == "bfloat16" and _fits_vectors(layout) and kernels.has_long_attention
+
+
+def _has_int8_attention(layout: PageLayout, kernels: Kernels) -> bool:
+    """Return whether long extends read pages of int8 in place."""
+    return layout.dtype == "int8" and _fits_vectors(layout) and kernels.has_int8_dot
+
+
+def copied_bytes(layout: PageLayout, num_heads: int, num_threads: int) -> int:
+    """Return the bytes that ``cpu_attention`` copies for each token that a long extend reads, on all threads."""
+    kernels = load_kernels()
+    if kernels is not None and _has_int8_attention(layout, kernels):
+        return 0
+    if kernels is not None and _has_long_attention(layout, kernels):
+        return num_threads * _unpacked_bytes(layout)
+    return gathered_bytes(layout, num_heads)
 
 
 def cpu_conflict(layout: PageLayout) -> str:

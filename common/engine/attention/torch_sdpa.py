@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.cache.page_layout import ITEM_BYTES, PageLayout
 from common.engine.attention.protocol import AttentionParams, LayerParams, read_kv, write_kv
 from common.engine.batch import StepBatch
 from common.engine.device_copies import to_device
@@ -82,6 +83,12 @@ class TorchStep:
             distance = to_device(lengths[:, None] - places, device)
             self._seen_pages[window] = to_device(table.astype(np.int64), device), distance
         return self._seen_pages[window]
+
+
+def gathered_bytes(layout: PageLayout, num_heads: int) -> int:
+    """Return the bytes that ``ExtendRow`` copies for each token that it reads: the KV heads, then all query heads."""
+    item_bytes = ITEM_BYTES["float32" if layout.has_scales else layout.dtype]  # pages with scales: at most
+    return (layout.num_kv_heads + num_heads) * (layout.head_dim + layout.value_dim) * item_bytes
 
 
 class ExtendRow:

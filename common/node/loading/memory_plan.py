@@ -159,13 +159,15 @@ def num_window_pages(config: NodeConfig, groups: LayerGroups | None, capacity: C
     return count
 
 
-def attention_bytes(layout: PageLayout, capacity: Capacity, num_threads: int) -> int:
-    """Memory of the copies that attention makes on a CPU: each thread copies one head of the longest prompt."""
-    pool_tokens = capacity.num_pages * layout.page_size
-    tokens = capacity.context_length or pool_tokens
+def attention_bytes(layout: PageLayout, capacity: Capacity, *, copied_bytes: int, free_bytes: int) -> int:
+    """Memory of the copies that attention makes on a CPU: ``copied_bytes`` for each token of the longest request."""
+    copied_bytes *= layout.page_size
+    num_pages = capacity.num_pages if capacity.context_length is None else layout.num_pages(capacity.context_length)
     if capacity.window is None:  # with a window, a request may be longer than the pool
-        tokens = min(tokens, pool_tokens)
-    return num_threads * layout.num_pages(tokens) * layout.layer_bytes // layout.num_kv_heads
+        # A pool that its copies leave too little memory becomes smaller, and so does the longest request.
+        num_fitting = max(free_bytes, 0) // (layout.page_bytes + copied_bytes)
+        num_pages = min(num_pages, capacity.num_pages, num_fitting)
+    return num_pages * copied_bytes
 
 
 def num_pages_that_fit(
@@ -187,7 +189,8 @@ def num_pages_that_fit(
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens} needs {layout.pool_bytes(num_pages) / 1e9:.2f} GB for KV "
             f"pages and {attention_bytes / 1e9:.2f} GB for the copies of its threads, and "
-            f"{max(free_bytes, 0) / 1e9:.2f} GB of memory are free: lower it or --threads, or free some memory"
+            f"{max(free_bytes, 0) / 1e9:.2f} GB of memory are free: lower it, --context-length or --threads, or free "
+            "some memory"
         )
     room = int(room * max(MEMORY_SHARE, config.memory_fraction))
     if room < 1:

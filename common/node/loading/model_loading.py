@@ -86,9 +86,9 @@ def load_model(config: NodeConfig, ranks: RankProcesses) -> "tuple[BaseModelConf
     num_window_pages(config, groups, capacity, capacity.num_pages)  # refuses too few before the weights are read
     batch_sizes = _plan_graphs(config, model, layout, device, capacity)
     reserve = plan_reserve(config, model, layout, capacity, batch_sizes)
-    num_fitting = pages_of(config, layout, capacity, device, reserve)
+    num_fitting = pages_of(config, layout, capacity, device, reserve, num_heads=model.num_heads)
     num_fitting()  # refuse a pool that can never fit before the weights are read
-    from common.engine.factory import load_executor  # loads torch
+    from common.engine.factory import load_executor
 
     num_threads = max(1, compute_threads(config, device) // config.tp)
     ranks.start(_load_message(config, model, device, num_threads))
@@ -346,13 +346,23 @@ def _load_message(config: NodeConfig, model: "BaseModelConfig", device: str, num
 
 
 def pages_of(
-    config: NodeConfig, layout: PageLayout, capacity: Capacity, device: str, reserve: DeviceReserve
+    config: NodeConfig, layout: PageLayout, capacity: Capacity, device: str, reserve: DeviceReserve, *, num_heads: int
 ) -> Callable[[], int]:
     """A function that tells, once the weights are in memory, how many pages the pool can have."""
-    if device == "cpu":
-        copies = attention_bytes(layout, capacity, compute_threads(config, device))
-        return lambda: num_pages_that_fit(config, layout, capacity.num_pages, free_bytes(device), copies)
-    return lambda: pages_on_device(config, layout, capacity, reserve, free_bytes(device))
+    if device != "cpu":
+        return lambda: pages_on_device(config, layout, capacity, reserve, free_bytes(device))
+    from common.engine.attention import copied_bytes_on_cpu  # loads torch
+
+    copied_bytes = copied_bytes_on_cpu(
+        config.attention_backend, layout, num_heads=num_heads, num_threads=compute_threads(config, device)
+    )
+
+    def num_pages() -> int:
+        free = free_bytes(device)
+        copies = attention_bytes(layout, capacity, copied_bytes=copied_bytes, free_bytes=free)
+        return num_pages_that_fit(config, layout, capacity.num_pages, free, copies)
+
+    return num_pages
 
 
 def _populate(pool: "KVPool") -> None:

@@ -1,6 +1,7 @@
 """Every attention backend agrees with ``reference`` on any mixture of rows."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from support.engine.reference_models import make_model
 from support.examples import examples
 
 from common.cache.page_layout import PageLayout
-from common.engine.attention import BACKENDS, log_choice, make_attention, resolve_attention
+from common.engine.attention import BACKENDS, copied_bytes_on_cpu, cpu, log_choice, make_attention, resolve_attention
 from common.engine.attention.cpu import CpuAttention
 from common.engine.attention.protocol import AttentionParams
 from common.engine.batch import RowArrays, make_batch
@@ -100,6 +101,37 @@ def test_attention_leaves_the_state_of_matrix_units_to_onednn() -> None:
     before = linear(x)
     compare(named("cpu"), "cpu", "bfloat16", [(0, 40)], 16, (2, 1, 32))
     assert torch.equal(linear(x), before)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "num_bytes"),
+    [
+        *[("cpu", "bfloat16", 6 * 2 * 128 * 4), ("cpu", "int8", 0), ("cpu", "float16", (8 + 16) * 2 * 128 * 2)],
+        *[("torch", "bfloat16", (8 + 16) * 2 * 128 * 2), ("torch", "int8", (8 + 16) * 2 * 128 * 4)],
+    ],
+    ids=["one head on each thread", "none", "cpu by torch", "torch", "torch with scales"],
+)
+def test_long_extends_copy_keys_and_values(
+    monkeypatch: pytest.MonkeyPatch, backend: str, dtype: str, num_bytes: int
+) -> None:
+    kernels = SimpleNamespace(has_long_attention=True, has_int8_dot=True)
+    monkeypatch.setattr(cpu, "load_kernels", lambda: kernels)
+    layout = PageLayout(num_layers=28, num_kv_heads=8, head_dim=128, page_size=16, dtype=dtype)
+    assert copied_bytes_on_cpu(backend, layout, num_heads=16, num_threads=6) == num_bytes
+
+
+def test_the_kernel_for_long_extends_has_the_memory_that_is_planned() -> None:
+    kernels, layout = load_kernels(), PageLayout(1, 2, 64, 16, "bfloat16")
+    if kernels is None or not kernels.has_long_attention:
+        pytest.skip("torch computes long extends here")
+    pool = KVPool(layout, 32)
+    table = np.arange(32, dtype=np.int32)[None]
+    batch = make_batch(RowArrays(np.array([448]), np.array([64]), table, 16), torch.device("cpu"))
+    pieces = CpuAttention(pool, 4, (AttentionParams(),), kernels).prepare(batch).long_pieces
+    pool.close()
+    assert pieces is not None
+    copied = copied_bytes_on_cpu("cpu", layout, num_heads=4, num_threads=torch.get_num_threads())
+    assert pieces.scratch.nbytes == 512 * copied
 
 
 def test_the_reference_agrees_with_attention_worked_out_by_hand() -> None:

@@ -143,7 +143,8 @@ def test_the_pool_of_a_gpu_is_that_of_the_memory_which_the_weights_leave(monkeyp
     free = iter([1000 * page, 100 * page])  # before the weights are read, and after
     monkeypatch.setattr(model_loading, "free_bytes", lambda device: next(free) if device == "cuda:0" else 0)
     capacity = Capacity(4, 10_000, 0, None)
-    num_pages = model_loading.pages_of(NodeConfig(memory_fraction=0.5), TINY, capacity, "cuda:0", DeviceReserve())
+    config = NodeConfig(memory_fraction=0.5)
+    num_pages = model_loading.pages_of(config, TINY, capacity, "cuda:0", DeviceReserve(), num_heads=1)
     assert num_pages() == 500
     assert num_pages() == 50
 

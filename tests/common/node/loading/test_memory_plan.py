@@ -42,14 +42,20 @@ def test_the_least_of_nested_limits_counts(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize(
-    ("num_pages", "context_length", "window", "num_tokens"),
-    [(1000, 5000, None, 5000), (100, 5000, None, 1600), (1000, None, None, 16000), (100, 5000, 64, 5000)],
-    ids=["a whole context", "a small pool", "no bound but the pool", "requests longer than the pool"],
+    ("num_pages", "context_length", "window", "num_fitting", "num_tokens"),
+    [
+        *[(1000, 5000, None, 1000, 5008), (100, 5000, None, 1000, 1600), (1000, None, None, 1000, 16000)],
+        *[(1000, 5000, None, 50, 800), (1000, 5000, None, -1, 0), (100, 5000, 64, 50, 5008)],
+    ],
+    ids=[
+        *["a whole context", "a small pool", "no bound but the pool", "a pool that memory bounds", "no memory"],
+        "requests longer than the pool",
+    ],
 )
-def test_each_thread_copies_one_head_of_the_longest_request(
-    num_pages: int, context_length: int | None, window: int | None, num_tokens: int
+def test_attention_copies_each_token_of_the_longest_request(
+    num_pages: int, context_length: int | None, window: int | None, num_fitting: int, num_tokens: int
 ) -> None:
     layout = PageLayout(num_layers=28, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
     capacity = Capacity(4, num_pages, 0, None, context_length=context_length, window=window)
-    copied = layout.num_pages(num_tokens) * layout.page_size * (128 + 128) * 2
-    assert attention_bytes(layout, capacity, num_threads=6) == 6 * copied
+    free_bytes = num_fitting * 16 * (28 * 8 * (128 + 128) * 2 + 3000)  # for pages and the copies of their tokens
+    assert attention_bytes(layout, capacity, copied_bytes=3000, free_bytes=free_bytes) == num_tokens * 3000
