@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 from gateway.text.incremental_parser import SPACE, IncrementalParser, Steps, drop
 from gateway.text.output_parser import OutputParser, OutputPiece, ReasoningPiece
-from gateway.text.tool_parsers.harmony import CHANNEL, END, MESSAGE, HarmonyParser
+from gateway.text.tool_parsers.harmony import CHANNEL, END, MARKERS, MESSAGE, HarmonyParser
 
 _BREAKS = re.compile(r"\n*")
 
@@ -115,6 +115,10 @@ class ReasoningFormat:
 
 class HarmonyReasoning(ReasoningFormat):
     """The channels of gpt-oss. The parser of its tool calls divides off the reasoning, too."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return MARKERS
 
     def parser(self, inner: OutputParser, *, is_open: bool, token_ids: Mapping[str, int] | None = None) -> OutputParser:
         return inner if isinstance(inner, HarmonyParser) else HarmonyParser((), token_ids or ())

@@ -25,6 +25,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 
 _ENDS = (END, CALL, RETURN)
+MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
 
@@ -89,8 +90,7 @@ class HarmonyParser(ToolParser):
 
 class HarmonyFormat(ToolFormat):
     def __init__(self) -> None:
-        markers = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
-        super().__init__("gpt-oss", markers, covers_reasoning=True)
+        super().__init__("gpt-oss", MARKERS, covers_reasoning=True)
 
     def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int] | None = None) -> HarmonyParser:
         return HarmonyParser(tools, token_ids or ())

@@ -282,8 +282,9 @@ def gpt_oss(tmp_path_factory):
     return folder
 
 
-async def test_the_channels_of_gpt_oss_are_reasoning_and_answer(gpt_oss):
-    async with running(gpt_oss) as stack:
+@pytest.mark.parametrize("parser", ["auto", "none"])
+async def test_the_channels_of_gpt_oss_are_reasoning_and_answer(gpt_oss, parser):
+    async with running(gpt_oss, tool_call_parser=parser) as stack:
         await stack.pair()
         text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes"
         answers(stack, gpt_oss, text)
