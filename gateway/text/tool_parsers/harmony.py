@@ -32,7 +32,7 @@ _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
 
 class HarmonyParser(ToolParser):
     def _parse(self) -> Steps[None]:
-        marker = START
+        marker = yield from self._header("")
         while marker:
             if marker in _ENDS:
                 marker = yield from self._text_until((START, CHANNEL), self._text)
@@ -40,25 +40,25 @@ class HarmonyParser(ToolParser):
                 marker = yield from self._content(self._read_header())
             else:
                 marker = yield from self._header(marker)
-        self._end_header()
 
     def _header(self, marker: str) -> Steps[str]:
-        """Reads a header behind ``<|start|>`` or ``<|channel|>``; returns the marker that follows."""
-        self._end_header()
+        """Reads a header behind ``<|start|>`` or ``<|channel|>``, or "" at first; returns the marker that follows.
+
+        A header without a message is dropped, but text in front of all markers is the answer.
+        """
         try:
             if marker == CHANNEL:
                 self._hold(CHANNEL)
-            return (yield from self._text_until((MESSAGE, START, *_ENDS), self._hold))
+            following = yield from self._text_until((MESSAGE, START, *_ENDS), self._hold)
         except NotACall:
             self._release()
             return (yield from self._text_until((START, *_ENDS), self._text))
-
-    def _end_header(self) -> None:
-        """Drops a header without a message; an output without any marker is text."""
-        if CHANNEL in "".join(self._held):
-            self._forget()
-        else:
-            self._release()
+        if following != MESSAGE:
+            if marker or CHANNEL in "".join(self._held):
+                self._forget()
+            else:
+                self._release()
+        return following
 
     def _read_header(self) -> Sink:
         """The sink of the content of a message, whose header was held."""

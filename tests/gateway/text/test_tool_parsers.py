@@ -318,8 +318,12 @@ class TestHarmony:
     def test_an_output_without_channels_is_text(self):
         assert parsed("gpt-oss", "Hello") == [TextPiece("Hello")]
 
-    def test_a_header_that_is_cut_off_is_dropped(self):
-        assert parsed("gpt-oss", self.ANALYSIS + "<|channel|>fin") == [ReasoningPiece("Hm.")]
+    @pytest.mark.parametrize("header", ["", "<|channel|>fin", " to=functions.get_time", "<|end|>"])
+    def test_a_header_that_is_cut_off_is_dropped(self, header):
+        assert parsed("gpt-oss", self.ANALYSIS + header) == [ReasoningPiece("Hm.")]
+
+    def test_text_before_all_markers_comes_first(self):
+        assert parsed("gpt-oss", "Hello<|end|> you") == [TextPiece("Hello you")]
 
     def test_a_call_without_content_has_an_empty_object(self):
         text = "<|channel|>commentary to=functions.get_time<|message|><|call|>"
