@@ -78,7 +78,7 @@ class HarmonyParser(ToolParser):
 
     def _content(self, sink: Sink) -> Steps[str]:
         """Reads the content of a message; returns the marker that ends it."""
-        is_empty = not ((yield from self._peek()) or self._is_ended)
+        is_empty = not (yield from self._peek())
         marker = yield from self._text_until((START, *_ENDS), sink)
         if is_empty and sink == self._arguments:
             self._arguments("{}")

@@ -325,8 +325,9 @@ class TestHarmony:
     def test_text_before_all_markers_comes_first(self):
         assert parsed("gpt-oss", "Hello<|end|> you") == [TextPiece("Hello you")]
 
-    def test_a_call_without_content_has_an_empty_object(self):
-        text = "<|channel|>commentary to=functions.get_time<|message|><|call|>"
+    @pytest.mark.parametrize("end", ["<|call|>", ""], ids=["shown", "hidden"])
+    def test_a_call_without_content_has_an_empty_object(self, end):
+        text = "<|channel|>commentary to=functions.get_time<|message|>" + end
         assert calls(parsed("gpt-oss", text, tokens=tool_format("gpt-oss", "").markers)) == [("get_time", "{}")]
 
 
