@@ -100,8 +100,7 @@ class WindowDetokenizer:
 
     def flush(self) -> str:
         before, after = self._decode(self._ids[self._start : self._shown]), self._decode(self._ids[self._start :])
-        self._start, self._shown = self._shown, len(self._ids)
-        return after[len(before) :]
+        return self._show(before, after, len(self._ids))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))

@@ -91,6 +91,13 @@ def test_a_tokenizer_that_is_not_byte_level_is_decoded_in_a_window():
     assert text.decode(ids, skip_special=True) == "a bc🚀 a"
 
 
+@pytest.mark.parametrize("silent", [(), (8,)], ids=["nothing", "a special token"])
+def test_the_space_behind_a_flush_is_kept(silent):
+    detokenizer = Tokenizer(sentencepiece_tokenizer()).detokenizer(skip_special=True)
+    assert detokenizer.push((0,)) + detokenizer.push(silent) == "a"
+    assert [detokenizer.flush(), detokenizer.flush(), detokenizer.push((1,))] == ["", "", " b"]
+
+
 @pytest.mark.parametrize("before", [[0], [8, 0, 1], [8, 2], [1] * 20])
 def test_an_output_that_continues_a_text_begins_with_the_space_between_them(before):
     detokenizer = Tokenizer(sentencepiece_tokenizer()).detokenizer(before, skip_special=True)
