@@ -14,6 +14,8 @@ from llguidance import regex_to_lark
 from gateway.http.protocol.decoding import refuse
 
 MAX_FORMATS = 512
+#: A regular expression takes a node a time that grows with the square of its length.
+MAX_REGEX_BYTES = 16 << 10
 ANY_TEXT = "/(?s:.*)/"
 #: Whitespace between the parts of JSON: a line break and an indentation. A weak model would write it without end.
 WHITESPACE = r"\n? {0,16}"
@@ -31,6 +33,21 @@ def json_rule(schema: Any) -> str:
     if "whitespace_flexible" not in options:
         options.setdefault("whitespace_pattern", WHITESPACE)
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def regex_rule(pattern: str, param: str) -> str:
+    """The body of a Lark rule for a text that matches a regular expression as a whole. Raises RequestError."""
+    check_size(pattern, MAX_REGEX_BYTES, param)
+    return f"/{regex_to_lark(pattern)}/"
+
+
+def check_size(text: str, max_bytes: int, param: str) -> None:
+    check_num_bytes(len(text.encode("utf-8", "surrogatepass")), max_bytes, param)
+
+
+def check_num_bytes(num_bytes: int, max_bytes: int, param: str) -> None:
+    if num_bytes > max_bytes:
+        raise refuse(f"has {num_bytes} bytes, at most {max_bytes} are allowed", param)
 
 
 def structural_tag_to_lark(tag: Mapping[str, Any], param: str) -> str:
@@ -92,7 +109,7 @@ class _Rules:
         if kind == "json_schema":
             return self._rule(json_rule(given.get("json_schema", {})))
         if kind == "regex":
-            return self._rule(f"/{regex_to_lark(_text(given, 'pattern', param))}/")
+            return self._rule(regex_rule(_text(given, "pattern", param), f"{param}.pattern"))
         if kind == "any_text":
             if not is_last or given.get("excludes") or given.get("excluded_str"):
                 raise refuse("any_text is only supported at the end of the output or alone in a tag", param)

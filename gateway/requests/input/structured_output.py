@@ -19,13 +19,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.errors import ErrorCode, RequestError
 from common.system.deep_threads import MAX_GRAMMAR_BYTES, deep_threads
 from gateway.http.protocol.decoding import refuse
-from gateway.requests.input.structural_tags import json_rule, structural_tag_to_lark
+from gateway.requests.input.structural_tags import (
+    check_num_bytes,
+    check_size,
+    json_rule,
+    regex_rule,
+    structural_tag_to_lark,
+)
 
 MAX_BYTES = 256 << 10
 MAX_DEPTH = 64
@@ -36,8 +42,6 @@ NUM_THREADS = 2
 MAX_CHECKED = 256
 #: Grammars that wait for a thread or are on one; for further ones the client gets 429.
 MAX_PENDING = 64
-#: A regular expression takes a node a time that grows with the square of its length.
-MAX_REGEX_BYTES = 16 << 10
 #: Parts of a refused schema that are compiled to find the place of the error, and their bytes in all.
 MAX_PARTS, MAX_PARTS_BYTES = 256, 4 << 20
 
@@ -228,7 +232,7 @@ def _key(wanted: StructuredOutput) -> bytes:
         data = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
     except RecursionError as error:
         raise _too_deep(param) from error
-    _check_num_bytes(len(data), MAX_BYTES, param)
+    check_num_bytes(len(data), MAX_BYTES, param)
     check_depth(value, param)
     return hashlib.sha256(f"{param}\0{wanted.kind}\0{wanted.is_lenient}\0".encode() + data).digest()
 
@@ -264,8 +268,7 @@ def to_lark(wanted: StructuredOutput) -> str:
     if not isinstance(value, str) or not value:
         raise refuse("must be a text that is not empty", param)
     if wanted.kind == "regex":
-        _check_size(value, MAX_REGEX_BYTES, param)
-        return _compiled(f"start: /{regex_to_lark(value)}/", param)
+        return _compiled(f"start: {regex_rule(value, param)}", param)
     if wanted.kind == "grammar":
         is_lark = _LARK.search(value) is not None
         return _compiled(value if is_lark else _ebnf(value, param), param, has_location=is_lark)
@@ -282,7 +285,7 @@ def _json_schema(schema: Any, param: str, *, is_lenient: bool) -> str:
         schema = {**schema, "x-guidance": {**(options if isinstance(options, Mapping) else {}), "lenient": True}}
     schema = _without_string_names(schema)
     lark = _lark_of(schema)
-    _check_size(lark, MAX_GRAMMAR_BYTES, param)
+    check_size(lark, MAX_GRAMMAR_BYTES, param)
     if problem := _problem(lark):
         raise refuse(_reason(problem), param + _place(schema, problem))
     return lark
@@ -327,7 +330,7 @@ def _compiled(lark: str, param: str, *, has_location: bool = False) -> str:
     Args:
         has_location: the client has written this text, so line and column in an error tell it the place.
     """
-    _check_size(lark, MAX_GRAMMAR_BYTES, param)
+    check_size(lark, MAX_GRAMMAR_BYTES, param)
     if problem := _problem(lark):
         raise refuse(_reason(problem, has_location=has_location), param)
     return lark
@@ -365,15 +368,6 @@ def _json_value(value: Any, param: str) -> Any:
         raise refuse(f"is not valid JSON: {error}", param) from error
     check_depth(parsed, param)
     return parsed
-
-
-def _check_size(text: str, max_bytes: int, param: str) -> None:
-    _check_num_bytes(len(text.encode("utf-8", "surrogatepass")), max_bytes, param)
-
-
-def _check_num_bytes(num_bytes: int, max_bytes: int, param: str) -> None:
-    if num_bytes > max_bytes:
-        raise refuse(f"has {num_bytes} bytes, at most {max_bytes} are allowed", param)
 
 
 def check_depth(value: Any, param: str) -> None:

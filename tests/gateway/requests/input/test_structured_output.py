@@ -167,6 +167,8 @@ def test_an_error_names_the_field_and_the_place(kind: Kind, value: Any, param: s
 async def test_large_and_deep_values_are_refused(checker: GrammarChecker) -> None:
     for kind, value, words in (
         ("regex", "a" * 300_000, "300000 bytes"),
+        ("regex", "a" * 17_000, "field: has 17000 bytes"),
+        ("structural_tag", {"format": {"type": "regex", "pattern": "a" * 17_000}}, "format.pattern: has 17000 bytes"),
         ("json_schema", {"enum": ["x" * 300_000]}, "bytes"),
         ("json_schema", DEEP, "nested more than 64"),
         ("json_schema", "[" * 100_000, "not valid JSON"),
