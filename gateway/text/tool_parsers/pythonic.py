@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.http.protocol.decoding import refuse
 from gateway.text.incremental_parser import SPACE, Steps, drop
 from gateway.text.output_parser import Tool
 from gateway.text.tool_parsers import grammar
@@ -289,10 +290,17 @@ class _Rules:
         self.lines: list[str] = []
 
     def keywords(self, tool: Tool, *, required: bool) -> str:
-        """The rule of a tool's arguments: any for a tool that is neither strict nor required."""
+        """The rule of a tool's arguments: any for a tool that is neither strict nor required.
+
+        Raises RequestError: the parser could not read the name of a property.
+        """
         properties = tool.parameters.get("properties")
         if not isinstance(properties, dict) or not (tool.is_strict or required):
             return "keywords"
+        for name in properties:
+            if not name or not _NAME.fullmatch(name):
+                message = f"{tool.name} cannot be called with its property {name[:100]!r}"
+                raise refuse(f"{message}: this model needs names of letters, digits, '_', '-' and '.'", "tools")
         return self._members(tool.parameters, {f"{name}=": name for name in properties})
 
     def _add(self, expression: str) -> str:

@@ -180,6 +180,14 @@ def test_definitions_that_many_parameters_refer_to_are_refused():
         FORMATS["qwen3-coder"].grammar([Tool("f", "", parameters)], parallel=True, required=True)
 
 
+@pytest.mark.parametrize("name", ["$filter", "a b", "a=", ""])
+def test_a_property_whose_name_cannot_be_read_is_refused_in_an_enforced_call(name):
+    tool = Tool("find", "", {"type": "object", "properties": {"a-b.ü": {"type": "string"}, name: {"type": "string"}}})
+    with pytest.raises(RequestError, match=re.escape(f"tools: find cannot be called with its property {name!r}")):
+        FORMATS["pythonic"].grammar([tool], parallel=True, required=True)
+    assert FORMATS["pythonic"].grammar([tool], parallel=True, required=False)
+
+
 @both
 def test_a_required_call_has_no_arguments_that_the_tool_does_not_declare(name, are_tokens):
     assert not accepts(name, are_tokens, rendered(name, [("get_time", {"zone": "UTC", "town": "Paris"})]))
