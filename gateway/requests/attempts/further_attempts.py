@@ -167,11 +167,12 @@ def end_by_wrong_output(flight: InFlightRequest, sender: str, wrong: str) -> Att
 
 def confirm_loss(flight: InFlightRequest, incarnation: str, alive_until: float, now: float) -> RequestError | None:
     """Takes the loss of a node as the proof of what another node has reported before. Returns the error of a request
-    that ends by that."""
+    that ends by that: it may have killed the node, unless it has got on since."""
     recovery = flight.recovery
-    if recovery is None or not recovery.confirms(incarnation, alive_until):
+    if recovery is None or recovery.has_progressed(len(flight.stream.ids)):
         return None
-    return recovery.verdict(now, timeout_s=flight.pool.recovery_timeout_s)
+    is_guilty = recovery.confirms(incarnation, alive_until) and recovery.is_guilty
+    return recovery.verdict(now, timeout_s=flight.pool.recovery_timeout_s) if is_guilty else None
 
 
 def end_by_loss(

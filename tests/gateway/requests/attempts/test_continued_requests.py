@@ -589,6 +589,39 @@ def test_nodes_that_only_lose_each_other_do_not_make_a_request_suspect() -> None
     assert stream.ids == output_of(stream)
 
 
+def test_a_request_that_goes_on_survives_the_loss_of_a_node_that_was_reported_lost_long_ago() -> None:
+    cluster = PlayedCluster(recovery_timeout=60.0)
+    stream = cluster.come("a")
+    reported = cluster.node_of("prefill", "a")
+    cluster.fail(cluster.node_of("decode", "a"), "a", ErrorCode.NODE_LOST)
+    cluster.wait(1.0)
+    cluster.prefill("a")
+    cluster.wait(60.0)
+    assert cluster.generate(reported, "a") is None
+    cluster.lose(reported)
+    cluster.decode("a", 20)
+    assert (stream.ids, stream.error) == (output_of(stream), None)
+    cluster.check_idle()
+
+
+def test_a_suspect_request_that_has_got_on_does_not_end_by_a_loss_that_was_reported_before() -> None:
+    cluster = PlayedCluster(prefills=3, decodes=3)
+    stream = cluster.come("a")
+    for i in range(2):
+        cluster.prefill("a")
+        cluster.lose(cluster.node_of("decode", "a"))
+        cluster.start("decode", f"new-decode-{i}")
+    reported = cluster.node_of("prefill", "a")
+    cluster.fail(cluster.node_of("decode", "a"), "a", ErrorCode.NODE_LOST)
+    cluster.wait(1.0)
+    cluster.prefill("a")
+    cluster.decode("a", 8)
+    cluster.lose(reported)
+    cluster.decode("a", 20)
+    assert (stream.ids, stream.error) == (output_of(stream), None)
+    cluster.check_idle()
+
+
 def test_requests_wait_while_the_only_nodes_serve_a_suspect_one_that_shows_no_progress() -> None:
     cluster = PlayedCluster(prefills=1, decodes=2)
     stream = cluster.come("suspect")
