@@ -19,8 +19,9 @@ from gateway.requests.tenant_cache import TenantCache
 
 MAX_KEY_LENGTH = 255
 #: Bytes that are counted for one token of a prompt, for one of an output with its piece of text, for each output
-#: beside, and for the log-probabilities of a token beside their packed length. They are those of Python's objects.
-PROMPT_TOKEN_BYTES, OUTPUT_TOKEN_BYTES, OUTPUT_BYTES, LOGPROB_BYTES = 36, 100, 2_048, 60
+#: beside, for the log-probabilities of a token beside their packed length, and for a piece of an output that is divided
+#: into its parts. They are those of Python's objects.
+PROMPT_TOKEN_BYTES, OUTPUT_TOKEN_BYTES, OUTPUT_BYTES, LOGPROB_BYTES, PIECE_BYTES = 36, 100, 2_048, 60, 60
 
 Index = tuple[str, bool, str]
 
@@ -206,8 +207,12 @@ class IdempotencyStore:
         if self._in_flight.get(index) is not request or not (request.has_failed or request.is_ended):
             return
         del self._in_flight[index]
+        if request.has_failed:
+            return
+        for stream in request.streams:
+            stream.compact()
         num_bytes = request.num_bytes
-        if not request.has_failed and self._ended.fits(num_bytes):
+        if self._ended.fits(num_bytes):
             self._ended.add(index, request, num_bytes, max(stream.ended_at for stream in request.streams))
             self._ended.shrink()
 
@@ -226,6 +231,7 @@ def _num_bytes(stream: OutputStream) -> int:
         + OUTPUT_TOKEN_BYTES * len(stream.ids)
         + LOGPROB_BYTES * len(logprobs)
         + sum(map(len, logprobs))
-        + len(stream.text)
+        + PIECE_BYTES * (len(stream.pieces) + len(stream.text_spans))
+        + len(stream.text) * (2 if stream.pieces else 1)
         + 4 * len(request.echo)
     )

@@ -16,7 +16,7 @@ from common.errors import RequestError
 from common.stage_spans import StageSpan
 from common.wire.messages import Tokens
 from common.wire.packed_logprobs import PackedLogprobs
-from gateway.requests.input.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest, unbound
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.output_parser import OutputParser, OutputPiece, ReasoningPiece, TextPiece
 from gateway.text.stop_strings import StopMatcher
@@ -229,6 +229,12 @@ class OutputStream(msgspec.Struct, eq=False):
     def rewind(self) -> None:
         """Makes ``take`` begin again with the first token, for another reader."""
         self._num_ids_taken = self._num_text_taken = self._num_pieces_taken = 0
+
+    def compact(self) -> None:
+        """Frees what an ended output does not need to be read again."""
+        assert self.is_ended
+        self.request = unbound(self.request)
+        self._detokenizer = self._stops = self._parser = None
 
     def _append(self, message: Tokens, num_known: int, now: float) -> None:
         if message.index == 0 and not self.first_at:

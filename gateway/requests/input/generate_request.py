@@ -1,6 +1,7 @@
 """The request for one output, validated and in token ids."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -83,10 +84,18 @@ def in_pieces(request: GenerateRequest, grammar_param: str) -> GenerateRequest:
     return msgspec.structs.replace(request, output_format=output_format, grammar_param=grammar_param)
 
 
+def unbound(request: GenerateRequest) -> GenerateRequest:
+    """The request without what binds and divides its output, which may take megabytes. Formatters need none of it."""
+    sampling = request.sampling._replace(
+        logit_bias=(), allowed_token_ids=(), bad_words=(), grammar="", thinking=None, min_tokens=0
+    )
+    output_format = request.output_format and replace(request.output_format, new_parser=TextParser)
+    return msgspec.structs.replace(request, sampling=sampling, stops=(), output_format=output_format)
+
+
 def prompt_only(request: GenerateRequest) -> GenerateRequest:
     """The request without an output: nothing binds the token that nodes make nevertheless, so it cannot fail."""
-    sampling = request.sampling._replace(bad_words=(), allowed_token_ids=(), grammar="", thinking=None, min_tokens=0)
-    return msgspec.structs.replace(request, is_prompt_only=True, sampling=sampling)
+    return msgspec.structs.replace(unbound(request), is_prompt_only=True)
 
 
 def with_prompt_logprobs(request: GenerateRequest, first: int, param: str) -> GenerateRequest:

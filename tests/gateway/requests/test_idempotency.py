@@ -16,6 +16,7 @@ from common.wire.packed_logprobs import pack_logprobs
 from gateway.requests.idempotency import IdempotencyStore, KeyedRequest, identify, with_key
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
+from gateway.text.output_parser import OutputFormat, TextParser
 from scripts.simulator.service.gateway import NoText
 
 PATH = "/v1/completions"
@@ -72,19 +73,23 @@ class Words:
 
 
 @pytest.mark.slow(sample=0.5)
+@pytest.mark.parametrize("has_parts", [False, True])
 @pytest.mark.parametrize("num_logprobs", [None, 0, 5, 20])
-def test_the_counted_bytes_are_those_of_the_memory(num_logprobs):
+def test_the_counted_bytes_are_those_of_the_memory(num_logprobs, has_parts):
     decoder, count, num_tokens = msgspec.msgpack.Decoder(FromNode), 20, 200
     prompt = tuple(range(1_000, 1_010))
-    sampling = SamplingParams(max_new_tokens=num_tokens, logprobs=num_logprobs)
+    output_format = OutputFormat(TextParser) if has_parts else None
     store = make_store(max_bytes=1 << 30)
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
         for number in range(count):
             keyed = KeyedRequest(identity_of(str(number)), "answer", store, None)
-            wanted = GenerateRequest(f"r{number}", "r", prompt, sampling)
+            allowed = tuple(range(1_000, 9_000))
+            sampling = SamplingParams(max_new_tokens=num_tokens, logprobs=num_logprobs, allowed_token_ids=allowed)
+            wanted = GenerateRequest(f"r{number}", "r", prompt, sampling, output_format=output_format)
             stream = OutputStream(wanted, 0, Words, keyed.wake, 0.0)
+            del allowed, sampling, wanted  # only the store refers to them
             keyed.streams.append(stream)
             store.add(keyed)
             for index in range(num_tokens):
