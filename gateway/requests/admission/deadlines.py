@@ -7,7 +7,6 @@ from typing import NamedTuple
 from common.errors import ErrorCode, RequestError
 from gateway.requests.admission.admission import Pace
 from gateway.requests.in_flight import request_of
-from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 
@@ -48,7 +47,7 @@ def refusal_by_deadline(
 def _limit(pool: WorkerPool, stream: OutputStream, pace: Pace, now: float) -> _Limit:
     """The limit that a new request reaches first: its deadline, or the objective for its first token."""
     request, waited_s = stream.request, now - stream.started_at
-    service_s = SERVICE_MARGIN * pace.least_s(num_expected(request))
+    service_s = SERVICE_MARGIN * pace.least_s(_num_left(stream))
     limits = [_Limit(request.timeout_s - waited_s - service_s, f"deadline of {request.timeout_s:g} s")]
     if pool.admission.refuses_hopeless and request.slo_ttft_s:
         limits.append(_Limit(request.slo_ttft_s - waited_s, f"slo_ttft_ms of {request.slo_ttft_s * 1_000:g}"))
@@ -61,7 +60,7 @@ def reason_of_lateness(pool: WorkerPool, stream: OutputStream, pace: Pace | None
     It would not end before its deadline even at twice the speed of the latest ones, or its objective has passed.
     """
     request, waited_s = stream.request, now - stream.started_at
-    if pace is not None and request.timeout_s - waited_s < pace.least_s(num_expected(request)) / 2:
+    if pace is not None and request.timeout_s - waited_s < pace.least_s(_num_left(stream)) / 2:
         return f"there is too little time left before its deadline of {request.timeout_s:g} s"
     is_bound = pool.admission.refuses_hopeless and request.slo_ttft_s and not stream.ids
     if is_bound and waited_s > request.slo_ttft_s:
@@ -69,6 +68,7 @@ def reason_of_lateness(pool: WorkerPool, stream: OutputStream, pace: Pace | None
     return ""
 
 
-def num_expected(request: GenerateRequest) -> int:
-    """Output tokens that a request is expected to get, or may get."""
-    return request.expected_output or request.sampling.max_new_tokens
+def _num_left(stream: OutputStream) -> int:
+    """Output tokens that a request is expected to get, or may get, beside those that it has."""
+    request = stream.request
+    return max((request.expected_output or request.sampling.max_new_tokens) - len(stream.ids), 1)

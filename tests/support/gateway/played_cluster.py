@@ -117,11 +117,11 @@ class PlayedCluster:
         self.dispatcher.tick(self.clock.now())
         self.turn()
 
-    def come(self, *rids, prompt=(1, 2, 3), max_new=20, prompt_logprobs_from=None, **fields):
+    def come(self, *rids, prompt=(1, 2, 3), max_new=20, prompt_logprobs_from=None, timeout_s=1e9, **fields):
         sampling = SamplingParams(max_new_tokens=max_new, prompt_logprobs_from=prompt_logprobs_from)
         streams = [
             OutputStream(
-                GenerateRequest(rid, rid, prompt, sampling, "tiny", timeout_s=1e9, **fields),
+                GenerateRequest(rid, rid, prompt, sampling, "tiny", timeout_s=timeout_s, **fields),
                 0,
                 Text,
                 lambda s: None,

@@ -281,6 +281,23 @@ def test_without_a_node_a_request_waits_and_then_ends_with_what_was_lacking() ->
     cluster.check_idle()
 
 
+def test_a_request_with_one_token_left_is_continued_shortly_before_its_deadline() -> None:
+    cluster = PlayedCluster(prefills=1)
+    rids = [f"served{i}" for i in range(16)]
+    cluster.come(*rids)
+    cluster.wait(20.0)
+    for rid in rids:
+        cluster.finish(rid)
+    stream = cluster.come("late", timeout_s=12.0)
+    cluster.prefill("late")
+    cluster.decode("late", 18)
+    cluster.wait(8.0)  # 20 tokens would take longer than 4 s, even at twice the speed
+    cluster.lose(cluster.node_of("decode", "late"))
+    cluster.finish("late")
+    assert (stream.ids, stream.error) == (output_of(stream), None)
+    cluster.check_idle()
+
+
 def test_a_request_that_fits_no_other_node_ends_with_an_error_unless_a_large_one_comes_back() -> None:
     for comes_back in (True, False):
         cluster = PlayedCluster(decodes=0, recovery_timeout=10.0)
