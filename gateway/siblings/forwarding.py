@@ -7,7 +7,7 @@ with the key of its client, so that the sibling checks and answers it as its own
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -81,31 +81,22 @@ class Siblings:
         return self._group.index
 
     async def pass_home(self, kind: str, key: str, request: ClientRequest) -> bool:
-        """Has the gateway answer that takes all requests of this kind and key; False if it is this one or is gone."""
+        """Has the gateway answer that takes all requests of this kind and key; False if it is this one or is gone.
+
+        A gateway that has just been started has no nodes yet, and knows no adapters: it counts as gone.
+        """
         home = self._group.home(kind, key)
         if home == self._group.index or PASSED in request.scope["state"]:
             return False
-        answer = await self._ask(home, request, Passed.HOME)
-        if answer is not None:
-            await self._relay(answer, request)
-        return answer is not None
+        return await self._pass(home, request, Passed.HOME, unless=(ErrorCode.NO_ROUTE, ErrorCode.MODEL_NOT_FOUND))
 
     async def pass_to_holder(self, code: ErrorCode, request: ClientRequest) -> bool:
         """Asks one sibling after the other for an answer other than an error with this code; False without one."""
         if request.scope["state"].get(PASSED) == Passed.QUESTION:
             return False
         for index in self._group.others:
-            answer = await self._ask(index, request, Passed.QUESTION)
-            if answer is None:
-                continue
-            if answer.status >= 400:
-                whole = await _whole(answer)
-                if whole is None or b'"%b"' % code.encode() in whole.body:
-                    continue
-                await whole.send(request.send)
-            else:
-                await self._relay(answer, request)
-            return True
+            if await self._pass(index, request, Passed.QUESTION, unless=(code,)):
+                return True
         return False
 
     async def ask_all(self, request: ClientRequest) -> dict[int, WholeAnswer]:
@@ -126,6 +117,20 @@ class Siblings:
 
     def _deadline_s(self, request: ClientRequest) -> float:
         return self._request_timeout_s if request.deadline_ms is None else request.deadline_ms / 1_000
+
+    async def _pass(self, index: int, request: ClientRequest, passed: Passed, *, unless: Sequence[ErrorCode]) -> bool:
+        """Has a sibling answer; False if it is gone, or its answer is an error with one of these codes."""
+        answer = await self._ask(index, request, passed)
+        if answer is None:
+            return False
+        if answer.status < 400:
+            await self._relay(answer, request)
+            return True
+        whole = await _whole(answer)
+        if whole is None or any(b'"%b"' % code.encode() in whole.body for code in unless):
+            return False
+        await whole.send(request.send)
+        return True
 
     async def _ask(self, index: int, request: ClientRequest, passed: Passed) -> SiblingAnswer | None:
         """The answer of a sibling as soon as it begins; None if it is gone. Raises RequestError: it is too late."""

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from support.gateway.certificates import make_certificate
-from support.gateway.fake_nodes import BODY, Stack, events, running, silent
+from support.gateway.fake_nodes import BODY, Stack, adapter, events, running, silent
 
 from common.errors import ConfigError, ErrorCode
 from gateway import server
@@ -34,15 +34,16 @@ def _is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def siblings(folder: Path, **config: Any) -> AsyncIterator[list[Stack]]:
-    """Two gateways of one group, each with nodes of its own, and a port by which a test reaches it."""
+async def siblings(folder: Path, *, has_nodes: bool = True, **config: Any) -> AsyncIterator[list[Stack]]:
+    """Two gateways of one group, each with nodes of its own or none, and a port by which a test reaches it."""
     name = secrets.token_hex(8)
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for index in range(2):
             fd = socket.create_server(("127.0.0.1", 0)).detach()
             one = await stack.enter_async_context(running(folder, group=f"{name}:{index}/2", listen_fd=fd, **config))
-            await one.pair()
+            if has_nodes:
+                await one.pair()
             found.append(one)
         yield found
 
@@ -296,6 +297,14 @@ async def test_requests_of_a_gateway_that_hangs_are_answered_by_another(
         with listen_at(second.gateway._group.address(1)):  # it takes connections, as the kernel does for a stopped one
             assert (await first.post("/v1/completions", BODY, **{"Idempotency-Key": HOME_KEYS[1]}))[0] == 200
         assert (num_generated(first), num_generated(second)) == (1, 0)
+
+
+@pytest.mark.parametrize("model", ["tiny", "sql"])
+async def test_requests_of_a_gateway_that_no_node_has_reached_are_answered_by_another(folder: Path, model: str) -> None:
+    async with siblings(folder, has_nodes=False) as (first, _):
+        await first.pair(adapters=(adapter("sql", "sql-v1"),))
+        headers = {"Idempotency-Key": HOME_KEYS[1]}
+        assert (await first.post("/v1/completions", {**BODY, "model": model}, **headers))[0] == 200
 
 
 def is_listening(group: GatewayGroup) -> bool:
