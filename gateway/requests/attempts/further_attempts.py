@@ -78,15 +78,16 @@ class FurtherAttempts:
         """Requests that have waited longer than the recovery timeout, with their errors.
 
         The time does not count in which a suspect request has nodes for itself: after losses that many requests
-        shared, these take turns.
+        shared, these take turns. Nor does that in which a request is paused at its nodes.
         """
         since_last_s, self._looked_at = now - self._looked_at, now
-        for flight in list(self._waiting.values()):
+        for rid, flight in list(self._recovering.items()):
             assert flight.recovery is not None
-            if flight.pool.registry.has_reserved:
+            is_waiting = rid in self._waiting
+            if flight.pool.registry.has_reserved if is_waiting else flight.is_held:
                 flight.recovery.waits(since_last_s)
-            if flight.backoff is not None:
-                continue  # it is tried once more first
+            if not is_waiting or flight.backoff is not None:  # it has another attempt first
+                continue
             lacking = _lacking(flight.pool, flight.recovery)
             error = flight.recovery.expired(now, timeout_s=flight.pool.recovery_timeout_s, lacking=lacking)
             if error is not None:

@@ -14,7 +14,7 @@ before it ended:
 - Attempts are in a row if fewer than ``NUM_PROGRESS`` output tokens came between them: a request that kills its nodes
   does so again where it continues.
 - A request that has got no further token for the whole recovery timeout ends; time in which others had the nodes for
-  themselves does not count.
+  themselves, or in which the request was paused at its nodes, does not count.
 - A request that a full node refuses is tried again likewise, since ``Admission`` has accepted it. It waits as in the
   gateway's own queue, before all requests that have not been sent.
 """
@@ -124,8 +124,8 @@ class Recovery:
         self.num_losses += 1
 
     def waits(self, seconds: float) -> None:
-        """The next attempt waits for the retry budget, or for nodes that a suspect request has for itself. This does
-        not count towards the recovery timeout."""
+        """The next attempt waits for the retry budget, or for nodes that a suspect request has for itself, or this one
+        is paused. This does not count towards the recovery timeout."""
         self.since += seconds
 
     def verdict(self, now: float, *, timeout_s: float) -> RequestError | None:

@@ -298,6 +298,22 @@ def test_a_request_with_one_token_left_is_continued_shortly_before_its_deadline(
     cluster.check_idle()
 
 
+def test_time_in_which_a_client_does_not_read_does_not_count_towards_the_recovery_timeout() -> None:
+    cluster = PlayedCluster(decodes=3, recovery_timeout=60.0)
+    stream = cluster.come("a")
+    cluster.prefill("a")
+    cluster.dispatcher.set_paused("a", True)
+    for _ in range(2):
+        cluster.lose(cluster.node_of("decode", "a"))
+        for _ in range(9):
+            cluster.wait(10.0)
+    assert (stream.num_attempts, stream.error) == (3, None)
+    cluster.dispatcher.set_paused("a", False)
+    cluster.finish("a")
+    assert stream.ids == output_of(stream)
+    cluster.check_idle()
+
+
 def test_a_request_that_fits_no_other_node_ends_with_an_error_unless_a_large_one_comes_back() -> None:
     for comes_back in (True, False):
         cluster = PlayedCluster(decodes=0, recovery_timeout=10.0)
