@@ -293,7 +293,7 @@ class GenerateApp:
             if (repeated := self._repeated(identity, body)) is not None:
                 return repeated
         events = self._events(only_ends=not body.stream)
-        keyed = None if identity is None else self._retries.begin(identity, answer_id, events)
+        keyed = None if identity is None else self._retries.begin(identity, answer_id)
         trace, traceparent = None, state.get(TRACEPARENT, "")
         if traceparent or services.tracer.is_sampling:
             trace = services.tracer.begin(traceparent, answer_id, endpoint.operation)
@@ -304,7 +304,7 @@ class GenerateApp:
                 stream.on_tokens(Tokens(stream.request.rid, 0, 0, output.tokens, finish=output.finish), arrived_at)
         self._submit([stream for stream in streams if not stream.is_ended] if known else streams)
         if keyed is not None:
-            self._retries.add(keyed, streams)
+            self._retries.add(keyed, streams, events)
         is_retry = any(output.tokens for output in known.values())
         return _Answer(answer_id, streams, events, keyed, is_retry=is_retry)
 

@@ -80,14 +80,15 @@ class Retries:
                 found[output.key] = output
         return found
 
-    def begin(self, identity: RequestIdentity, answer_id: str, events: OutputEvents) -> KeyedRequest:
-        """A new request with a key, whose outputs go to this answer."""
-        return KeyedRequest(identity, answer_id, self._store, events)
+    def begin(self, identity: RequestIdentity, answer_id: str) -> KeyedRequest:
+        """A new request with a key."""
+        return KeyedRequest(identity, answer_id, self._store, None, num_readers=0)
 
-    def add(self, request: KeyedRequest, streams: list[OutputStream]) -> None:
-        """Makes a request known by its key, once its outputs are sent."""
+    def add(self, request: KeyedRequest, streams: list[OutputStream], events: OutputEvents) -> None:
+        """Makes a request known by its key, once its outputs are sent, and gives them to its answer."""
         request.streams.extend(streams)
         self._store.add(request)
+        request.attach(events)
 
     def leave(self, request: KeyedRequest, events: OutputEvents) -> None:
         """An answer is over. Outputs in flight go on for the grace, unless another answer has taken them over."""

@@ -14,7 +14,7 @@ from support.gateway.toy_stack import answers, ids_of, toy_stack
 
 from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
-from common.wire.messages import Find, Generate, KeptOutput
+from common.wire.messages import Find, Generate, KeptOutput, SetPaused
 from gateway.http.retries import Retries
 from gateway.requests.idempotency import identify
 from gateway.requests.input.generate_request import GenerateRequest
@@ -209,6 +209,21 @@ async def test_an_output_that_a_node_has_kept_is_continued_only_if_the_request_c
     assert text == ("xEF" if is_taken else "DEF")
     error = f"node {decode.register.name} has kept an output that it cannot have made"
     assert caplog.messages == ([] if is_taken else [error])
+
+
+async def test_an_output_of_another_gateway_is_paused_until_its_client_has_read_what_there_is(folder):
+    async with running(folder, max_unread_tokens=2) as stack:
+        _, decode = await stack.silent_pair()
+        body = json.dumps(STREAM).encode()
+        decode.kept = [KeptOutput(f"{identify(COMPLETIONS, body, '', 'one', None).digest}-0", ids_of("abc"))]
+        headers = KEY | {"Content-Type": "application/json"}
+        async with stack.client.post(stack.url + COMPLETIONS, data=body, headers=headers) as answer:
+            assert (await anext(events(answer)))["choices"][0]["text"] == "abc"
+            await decode.until(lambda: pauses(decode) == [True, False], timeout_s=10.0)
+
+
+def pauses(node):
+    return [message.is_paused for message in node.received if isinstance(message, SetPaused)]
 
 
 async def test_a_node_that_has_told_of_an_output_may_go_before_the_others_have_answered():
