@@ -83,6 +83,14 @@ async def test_prefill_nodes_beyond_what_a_message_holds_are_not_announced(folde
                 assert [peer.name for peer in message.nodes] == ["p0", "p1"]
 
 
+async def test_nodes_are_listed_in_one_order_whichever_came_first(folder):
+    async with running(folder) as stack:
+        for name in ("d1", "p1", "d0", "p0"):
+            await stack.node("prefill" if name[0] == "p" else "decode", name)
+        listed = [(await stack.get(f"/v1/workers?limit=1&offset={i}"))[1]["workers"][0]["name"] for i in range(4)]
+        assert listed == ["p0", "p1", "d0", "d1"]
+
+
 async def test_the_list_of_nodes_comes_in_parts_and_leaves_out_pairs_that_work_if_there_are_very_many(
     folder, monkeypatch
 ):
