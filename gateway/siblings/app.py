@@ -34,7 +34,7 @@ class CombiningApp:
                 data.extend(message.get("body", b""))
             return message
 
-        own = await _answer(self._app, scope, remember)
+        own = await _answer(self._app, scope, remember, send)
         await (await self._combined(own, ClientRequest(scope, bytes(data), send))).send(send)
 
     async def _combined(self, own: WholeAnswer, request: ClientRequest) -> WholeAnswer:
@@ -65,17 +65,25 @@ def _combine(scope: Scope, answers: Mapping[int, WholeAnswer]) -> bytes:
     return COMBINED[scope["method"], path]([answer.body for answer in answers.values()], limit)
 
 
-async def _answer(app: ASGIApp, scope: Scope, receive: Receive) -> WholeAnswer:
-    """The whole answer of an application."""
+async def _answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> WholeAnswer:
+    """The whole answer of an application. One to an unexpected error, which is raised for the log, is sent before."""
     head: dict[str, Any] = {}
     body = bytearray()
 
-    async def send(message: Message) -> None:
+    async def keep(message: Message) -> None:
         if message["type"] == "http.response.start":
             head.update(message)
         else:
             body.extend(message.get("body", b""))
 
-    await app(scope, receive, send)
-    headers = [(name.lower(), value) for name, value in head["headers"]]
-    return WholeAnswer(head["status"], headers, bytes(body))
+    def whole() -> WholeAnswer:
+        headers = [(name.lower(), value) for name, value in head["headers"]]
+        return WholeAnswer(head["status"], headers, bytes(body))
+
+    try:
+        await app(scope, receive, keep)
+    except Exception:
+        if head:
+            await whole().send(send)
+        raise
+    return whole()

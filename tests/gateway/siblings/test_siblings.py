@@ -18,6 +18,7 @@ from support.gateway.fake_nodes import BODY, Stack, adapter, events, running, si
 from common.errors import ConfigError, ErrorCode
 from gateway import server
 from gateway.siblings import forwarding
+from gateway.siblings.app import CombiningApp
 from gateway.siblings.connection import SiblingLost, ask, inherited_listener, listen_at
 from gateway.siblings.forwarding import Siblings
 from gateway.siblings.group import GatewayGroup
@@ -275,6 +276,23 @@ async def test_metrics_of_one_port_show_all_gateways_and_each_node_once(folder: 
         assert lines.count('baton_nodes{model="tiny",role="decode"} 1.0') == 1
         _, live = await stacks[0].get("/v1/live")
         assert live["models"][0]["name"] == "tiny"
+
+
+async def test_an_unexpected_error_of_a_combined_answer_reaches_the_client_and_the_log() -> None:
+    sent: list[Any] = []
+
+    async def fail(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+        raise KeyError("workers")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app = CombiningApp(fail, Siblings(GatewayGroup("g", 0, 2), request_timeout_s=60.0))
+    with pytest.raises(KeyError):
+        await app({"type": "http", "method": "GET", "path": "/v1/workers"}, asyncio.Event().wait, send)
+    assert [(message.get("status"), message.get("body")) for message in sent] == [(500, None), (None, b"{}")]
 
 
 async def test_no_client_can_claim_to_be_a_sibling(folder: Path) -> None:
