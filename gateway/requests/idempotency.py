@@ -107,6 +107,8 @@ class KeyedRequest:
         answer_id: of its answer, which every retry gets too.
         reader: of the last client that asked for it; None if that client has left or has read everything.
         num_readers: how many clients have asked for it.
+        num_ended: outputs that have ended.
+        has_failed: one of them has failed.
     """
 
     identity: RequestIdentity
@@ -115,14 +117,12 @@ class KeyedRequest:
     reader: Reader | None
     num_readers: int = 1
     streams: list[OutputStream] = field(default_factory=list)
+    num_ended: int = 0
+    has_failed: bool = False
 
     @property
     def is_ended(self) -> bool:
-        return all(stream.is_ended for stream in self.streams)
-
-    @property
-    def has_failed(self) -> bool:
-        return any(stream.error is not None for stream in self.streams)
+        return self.num_ended == len(self.streams)
 
     @property
     def num_bytes(self) -> int:
@@ -131,6 +131,8 @@ class KeyedRequest:
     def wake(self, stream: OutputStream) -> None:
         """Passes on that an output has something new."""
         if stream.is_ended:
+            self.num_ended += 1
+            self.has_failed |= stream.error is not None
             self.store.on_output_ended(self)
         if self.reader is not None:
             self.reader.wake(stream)

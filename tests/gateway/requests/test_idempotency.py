@@ -170,6 +170,26 @@ def test_a_request_with_a_failed_output_runs_again():
     assert len(store) == 0
 
 
+def test_the_end_of_an_output_looks_at_no_other_output():
+    class Streams(list):
+        num_walks = 0
+
+        def __iter__(self):
+            self.num_walks += 1
+            return super().__iter__()
+
+    store = make_store()
+    keyed = begin(store, identity_of(), num_outputs=9)
+    *others, last = keyed.streams
+    keyed.streams = Streams(keyed.streams)
+    for stream in others:
+        tokens(stream, 0, 7, finish="length")
+    assert (keyed.is_ended, keyed.has_failed, keyed.streams.num_walks) == (False, False, 0)
+    tokens(last, 0, 7, finish="length")
+    assert keyed.is_ended
+    assert store.find(identity_of(), 1.0) is keyed
+
+
 def test_a_request_that_failed_before_it_was_added_is_never_known():
     store = make_store()
     keyed = KeyedRequest(identity_of(), "answer", store, Reader())
