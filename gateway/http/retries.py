@@ -97,6 +97,7 @@ class Retries:
         if request.has_failed or not self._grace_s:
             self._abort(request, request.num_readers)
         elif not request.is_ended:
+            events.resume()  # the client that they waited for has left
             loop = asyncio.get_running_loop()
             loop.call_later(self._grace_s, self._abort, request, request.num_readers)
 

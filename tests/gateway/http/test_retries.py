@@ -16,7 +16,8 @@ from common.errors import ErrorCode
 from common.sampling_params import SamplingParams
 from common.wire.messages import Find, Generate, KeptOutput, SetPaused
 from gateway.http.retries import Retries
-from gateway.requests.idempotency import identify
+from gateway.http.streaming import OutputEvents, TurnEnd
+from gateway.requests.idempotency import KeyedRequest, identify
 from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.input.input_processor import InputProcessor
 
@@ -296,6 +297,18 @@ async def test_a_request_whose_client_has_left_ends_at_once_without_a_grace(fold
         rid, answer, _ = await begin_stream(stack)
         answer.close()
         await prefill.until(lambda: rid in prefill.aborts)
+
+
+async def test_a_paused_output_goes_on_when_its_client_has_left():
+    paused = []
+    reader = OutputEvents(TurnEnd(), lambda _, is_paused: paused.append(is_paused), only_ends=False, max_unread=1)
+    request = SimpleNamespace(rid="r", sampling=SamplingParams())
+    stream = SimpleNamespace(number=0, is_ended=False, num_untaken=2, request=request)
+    keyed = KeyedRequest(identify(COMPLETIONS, b"{}", "", "one", None), "answer", None, reader, streams=[stream])
+    keyed.wake(stream)
+    assert paused == [True]
+    Retries(None, None, None, metrics=None, clock=None, grace_s=60.0).leave(keyed, reader)
+    assert paused == [True, False]
 
 
 async def test_a_request_that_ends_in_the_grace_is_there_when_its_client_comes_back(stack):
