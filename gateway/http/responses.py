@@ -75,6 +75,13 @@ def _with_own_names(error: RequestError, body: ResponsesRequest) -> RequestError
     return with_own_names(error, FIELD_NAMES, _places_of_tools(body))
 
 
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of an answer as a later input needs it: log-probabilities mean nothing there, and have many parts."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
+
+
 class ResponsesApi:
     """The Responses API over chats: what ``/v1/responses`` adds to them.
 
@@ -175,7 +182,7 @@ class ResponsesApi:
             response["id"],
             body.previous_response_id,
             encode_json(input_items(body)),
-            encode_json(response["output"]),
+            encode_json(list(map(_without_logprobs, response["output"]))),
             encode_json(response),
         )
         return lambda: self._store.add(output.request.tenant, stored, self._clock.now())

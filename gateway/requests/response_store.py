@@ -20,7 +20,7 @@ class StoredResponse:
     Attributes:
         previous_id: the response that this one continues, or None.
         input_items: JSON list of the input items of its request.
-        output_items: JSON list of the items of its output.
+        output_items: JSON list of the items of its output, without log-probabilities.
         body: JSON of the whole response.
     """
 

@@ -253,6 +253,16 @@ async def test_the_items_that_an_input_refers_to_are_bounded(folder):
         assert await refused(stack, input=[*map(reference_to, items)]) == (413, "input", "body_too_large")
 
 
+async def test_log_probabilities_of_what_is_continued_have_no_weight(stack, monkeypatch):
+    monkeypatch.setattr("gateway.http.responses.LIGHT_BYTES", 0)
+    monkeypatch.setattr("gateway.http.limits.MAX_PARTS", 50)
+    answers(stack, "x" * 40)
+    first = await respond(stack, top_logprobs=2)
+    assert len(first["output"][0]["content"][0]["logprobs"]) == 40
+    await respond(stack, previous_response_id=first["id"])
+    await respond(stack, input=[reference_to(first["output"][0])])
+
+
 async def test_a_streamed_response_can_be_continued_as_soon_as_it_has_ended(stack):
     answers(stack, "One.")
     first = (await stream(stack, input="1?"))[-1]["response"]
