@@ -173,7 +173,11 @@ class ResponsesApi:
             message = f"the stored conversation has {num_bytes} bytes, at most {self._max_bytes} can be continued"
             raise refuse(message, param, ErrorCode.BODY_TOO_LARGE)
         if num_bytes > LIGHT_BYTES:
-            await check_weight(b"".join(lists), num_bytes)
+            try:
+                await check_weight(b"".join(lists), num_bytes)
+            except RequestError as error:
+                message = f"the stored conversation {error.message.removeprefix('the body ')}"
+                raise refuse(message, param, error.code) from error
         return [item for items in lists for item in _decode_items(items)]
 
     def _stored(self, body: ResponsesRequest, output: OutputStream, response: dict[str, Any]) -> Callable[[], None]:

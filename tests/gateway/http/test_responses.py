@@ -263,6 +263,18 @@ async def test_log_probabilities_of_what_is_continued_have_no_weight(stack, monk
     await respond(stack, input=[reference_to(first["output"][0])])
 
 
+async def test_the_parts_of_what_is_continued_are_bounded(stack, monkeypatch):
+    answers(stack, "One.")
+    first = await respond(stack)
+    monkeypatch.setattr("gateway.http.responses.LIGHT_BYTES", 0)
+    monkeypatch.setattr("gateway.http.limits.MAX_PARTS", 10)
+    body = {"input": "Hi", "previous_response_id": first["id"]}
+    status, answer = await stack.post("/v1/responses", body)
+    message = "previous_response_id: the stored conversation has more than 10 texts, lists and objects"
+    assert (status, answer["error"]["param"], answer["error"]["message"]) == (413, "previous_response_id", message)
+    assert await refused(stack, input=[reference_to(first["output"][0])]) == (413, "input", "body_too_large")
+
+
 async def test_a_streamed_response_can_be_continued_as_soon_as_it_has_ended(stack):
     answers(stack, "One.")
     first = (await stream(stack, input="1?"))[-1]["response"]
