@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from common.errors import RequestError
 from gateway.http.protocol.anthropic import CountTokensRequest, MessagesRequest
 from gateway.http.protocol.openai import ChatCompletionRequest
-from gateway.http.translation.anthropic import FIELD_NAMES, to_chat
+from gateway.http.translation.anthropic import field_names, to_chat
 from gateway.http.translation.common import own_name, with_own_names
 from gateway.requests.input.generate_request import GenerateRequest, in_pieces, prompt_only
 from gateway.requests.input.input_processor import InputProcessor
@@ -20,13 +20,13 @@ class MessagesApi:
         self, body: MessagesRequest, model: ServedModel, tenant: str, message_id: str
     ) -> list[GenerateRequest]:
         """The request for the only output. Raises RequestError."""
-        chat = _chat(body, model)
+        chat, names = _chat(body, model), field_names(body)
         try:
             requests = await self._inputs.chat(chat, model, tenant, message_id)
         except RequestError as error:
-            raise with_own_names(error, FIELD_NAMES) from error
+            raise with_own_names(error, names) from error
         return [
-            _at_most(in_pieces(request, own_name(request.grammar_param, FIELD_NAMES)), body.max_tokens)
+            _at_most(in_pieces(request, own_name(request.grammar_param, names)), body.max_tokens)
             for request in requests
         ]
 
@@ -36,7 +36,7 @@ class MessagesApi:
         try:
             return await self._inputs.count_tokens(model, chat)
         except RequestError as error:
-            raise with_own_names(error, FIELD_NAMES) from error
+            raise with_own_names(error, field_names(body)) from error
 
 
 def _chat(body: CountTokensRequest, model: ServedModel) -> ChatCompletionRequest:

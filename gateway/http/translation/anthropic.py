@@ -11,6 +11,7 @@ import msgspec
 from common.errors import ErrorCode
 from gateway.http.protocol.anthropic import (
     AnthropicMessage,
+    AnthropicOutputFormat,
     AnthropicTool,
     ContentBlock,
     CountTokensRequest,
@@ -43,6 +44,11 @@ FIELD_NAMES = {
     "reasoning_effort": "output_config.effort",
     "thinking_budget": "thinking.budget_tokens",
 }
+
+
+def field_names(body: CountTokensRequest) -> dict[str, str]:
+    """``FIELD_NAMES`` for a body that may give the format under its older name."""
+    return FIELD_NAMES if _config_format(body) else {**FIELD_NAMES, "response_format": "output_format"}
 
 
 def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
@@ -204,10 +210,12 @@ def _tool_choice(body: CountTokensRequest) -> tuple[ToolChoice | None, bool | No
     return given.type, is_parallel
 
 
+def _config_format(body: CountTokensRequest) -> AnthropicOutputFormat | None:
+    return None if body.output_config is None else body.output_config.format
+
+
 def _response_format(body: CountTokensRequest) -> ResponseFormat | None:
-    given = body.output_format
-    if body.output_config is not None and body.output_config.format is not None:
-        given = body.output_config.format
+    given = _config_format(body) or body.output_format
     if given is None:
         return None
     return ResponseFormat(type="json_schema", json_schema=JsonSchemaField(schema=given.schema, strict=True))

@@ -239,6 +239,7 @@ async def test_an_error_in_a_schema_has_its_place_in_all_apis(stack):
         ("chat/completions", {"response_format": {**wanted, "json_schema": wanted}}, "response_format.json_schema"),
         ("responses", {"text": {"format": wanted}}, "text.format"),
         ("messages", {"output_config": {"format": wanted}}, "output_config.format"),
+        ("messages", {"output_format": wanted}, "output_format"),
     ):
         body = {"input": "Hi", **fields} if path == "responses" else {**chat, **fields}
         status, answer = await stack.post(f"/v1/{path}", body)
