@@ -36,7 +36,7 @@ from gateway.http.openapi.generated import (
     ResponseEvent,
 )
 from gateway.http.protocol.anthropic import MessagesRequest
-from gateway.http.protocol.decoding import Strict, decode_with_extras
+from gateway.http.protocol.decoding import MAX_NAMED_EXTRAS, Strict, decode_with_extras
 from gateway.http.protocol.native import NativeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest
 from gateway.http.protocol.responses import ResponsesRequest
@@ -221,7 +221,7 @@ class GenerateApp:
             services.metrics.rejected(model_name, error)
             raise
         if body.priority is not None and not services.priorities.is_enabled:
-            ignored = ("priority", *ignored)
+            ignored = ("priority", *ignored)[:MAX_NAMED_EXTRAS]
         await self._write(answer, model, body, ignored, scope, send)
 
     async def _write(

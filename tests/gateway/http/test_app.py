@@ -145,6 +145,13 @@ async def test_fields_without_effect_are_named_in_a_header_or_refused(stack, fol
         assert (status, json.loads(answer)["error"]["param"]) == (400, "user")
 
 
+async def test_at_most_sixteen_fields_without_effect_are_named(stack):
+    message = {"role": "user", "content": "Hi", **{f"k{i}": 1 for i in range(16)}}
+    body = {"messages": [message], "max_tokens": 1, "priority": 3}
+    _, headers, _ = await request(stack, "POST", "/v1/chat/completions", json=body)
+    assert headers["x-baton-ignored"].split(", ") == ["priority", *[f"messages.k{i}" for i in range(15)]]
+
+
 @pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/tokenize"])
 async def test_fields_without_effect_are_named_or_refused_where_nothing_is_generated_too(folder, path):
     body = {"messages": [{"role": "user", "content": "Hi", "id": "1"}]}
