@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from common.errors import ErrorCode, RequestError
 from common.version import VERSION
 from gateway.http.access.request_checks import RequestChecks
-from gateway.http.errors import HttpError, error_response
+from gateway.http.errors import HttpError, api_headers, error_response
 from gateway.http.formatters.common import as_error
 from gateway.http.generate import GenerateApp
 from gateway.http.http_connection import REQUEST_ID
@@ -126,8 +126,12 @@ def make_app(
 def _handle_exceptions(app: FastAPI) -> None:
     """Makes an answer of each exception, in the form of the path's API."""
 
+    def id_of(request: Request) -> str:
+        request_id: str = request.scope["state"].get(REQUEST_ID, "")
+        return request_id
+
     def respond(request: Request, error: RequestError) -> Response:
-        return error_response(error, request.scope["path"], request.scope["state"].get(REQUEST_ID, ""))
+        return error_response(error, request.scope["path"], id_of(request))
 
     async def on_error(request: Request, error: Exception) -> Response:
         return respond(request, as_error(error))
@@ -141,7 +145,8 @@ def _handle_exceptions(app: FastAPI) -> None:
             return respond(request, HttpError(error.status_code, str(error.detail)))
         allow = ", ".join(_methods(app, request.scope))
         if request.method == "OPTIONS":
-            return Response(status_code=204, headers={"allow": allow})
+            headers = {"allow": allow, **api_headers(request.scope["path"], id_of(request))}
+            return Response(status_code=204, headers=headers)
         message = f"the method {request.method[:16]} is not allowed for this path; use {allow}"
         return respond(request, HttpError(405, message, allow=allow))
 

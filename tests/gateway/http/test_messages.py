@@ -210,3 +210,6 @@ async def test_every_answer_of_the_api_has_its_id_as_anthropics_clients_read_it(
         async with stack.client.post(f"{stack.url}{path}", json={**body, **fields}) as answer:
             assert answer.status == status
             assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    async with stack.client.options(f"{stack.url}/v1/messages") as answer:
+        assert answer.status == 204
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
