@@ -1,5 +1,6 @@
 """Text to tokens and back."""
 
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -50,9 +51,8 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             raise refuse("token ids and lists of token ids cannot be mixed", "tokens")
         limits = model.pool.registry.accepted
         vocab_size = model.tokenizer.vocab_size if limits is None else limits.vocab_size
+        check_vocabulary(list(chain.from_iterable(tokens)) if is_batch else tokens, vocab_size, "tokens")
         lists = tokens if is_batch else [tokens]
-        for ids in lists:
-            check_vocabulary(ids, vocab_size, "tokens")
         texts = await services.tokenizer.detokenize(model.tokenizer, lists, body.skip_special_tokens)
         answer = texts if is_batch else texts[0]
         return JsonResponse(Detokenized(text=answer, prompt=answer))

@@ -433,6 +433,13 @@ async def test_detokenize_reverses_tokenize(stack):
     assert TEXT.decode(answer["tokens"], skip_special=False).endswith("<|im_start|>assistant\n")
 
 
+async def test_the_ids_of_many_lists_are_checked_at_once(stack, monkeypatch):
+    checked = []
+    monkeypatch.setattr("gateway.http.routes.tokenize.check_vocabulary", lambda ids, *_: checked.append(ids))
+    status, _ = await stack.post("/detokenize", {"tokens": [[65], [], [66, 67]]})
+    assert (status, checked) == (200, [[65, 66, 67]])
+
+
 @pytest.mark.parametrize(
     ("given", "of_text", "of_messages"),
     [({}, True, False), (None, True, False), (True, True, True), (False, False, False)],
