@@ -41,7 +41,7 @@ from gateway.http.protocol.native import NativeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest
 from gateway.http.protocol.responses import ResponsesRequest
 from gateway.http.responses import ResponsesApi
-from gateway.http.retries import Retries, draws_seeds
+from gateway.http.retries import Retries, draws_seed
 from gateway.http.services import Services
 from gateway.http.streaming import OutputEvents, TurnEnd, send_stream, send_whole
 from gateway.requests.admission.quotas import charge
@@ -288,7 +288,7 @@ class GenerateApp:
         if identity is not None:
             if (repeated := self._repeated(identity, body)) is not None:
                 return repeated  # it came again meanwhile, and nodes that are asked for its outputs would end them
-            requests = with_key(requests, identity, draws_seeds=draws_seeds(body))
+            requests = with_key(requests, identity, draws_seed=partial(draws_seed, body))
             known = await self._retries.take_over(model, requests)
             if (repeated := self._repeated(identity, body)) is not None:
                 return repeated

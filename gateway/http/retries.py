@@ -11,7 +11,7 @@ from typing import Any
 
 from common.clock import Clock
 from common.wire.messages import KeptOutput
-from gateway.http.protocol.native import NativeRequest, NativeSamplingParams
+from gateway.http.protocol.native import NativeRequest
 from gateway.http.streaming import OutputEvents
 from gateway.metrics.collectors import Metrics
 from gateway.requests.dispatcher import Dispatcher
@@ -115,10 +115,10 @@ def _can_be(output: KeptOutput, request: GenerateRequest, vocab_size: int) -> bo
     return are_in_vocabulary(output.tokens, vocab_size) and num_left >= (0 if output.finish else 1)
 
 
-def draws_seeds(body: Any) -> bool:
-    """Whether the client leaves the seeds of a body to the gateway."""
+def draws_seed(body: Any, request: GenerateRequest) -> bool:
+    """Whether the client leaves the seed of a request to the gateway."""
     if not isinstance(body, NativeRequest):
         return getattr(body, "seed", None) is None
-    params = body.sampling_params or []
-    given: list[NativeSamplingParams] = params if isinstance(params, list) else [params]
-    return all(one.seed is None and one.sampling_seed is None for one in given)
+    params = body.sampling_params
+    own = params[request.prompt_number] if isinstance(params, list) else params
+    return own is None or (own.seed is None and own.sampling_seed is None)

@@ -6,7 +6,7 @@ answer can be written again from its first token. An output that failed is not k
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -72,18 +72,19 @@ def identify(path: str, body: bytes, tenant: str, header: str | None, rid: str |
 
 
 def with_key(
-    requests: Sequence[GenerateRequest], identity: RequestIdentity, *, draws_seeds: bool
+    requests: Sequence[GenerateRequest], identity: RequestIdentity, *, draws_seed: Callable[[GenerateRequest], bool]
 ) -> list[GenerateRequest]:
     """Requests that other gateways find at the nodes by their key.
 
     Args:
-        draws_seeds: their seeds follow from the key too, so that a new run after a loss samples the same tokens.
+        draws_seed: whether the seed of a request follows from the key too, so that a new run after a loss samples the
+            same tokens.
     """
     digest = identity.digest
     first = int(digest[:16], 16)
     keyed: list[GenerateRequest] = []
     for i, request in enumerate(requests):
-        seed = (first + i) % 2**64 if draws_seeds else request.sampling.seed
+        seed = (first + i) % 2**64 if draws_seed(request) else request.sampling.seed
         sampling = request.sampling._replace(seed=seed)
         keyed.append(msgspec.structs.replace(request, sampling=sampling, key=f"{digest}-{i}"))
     return keyed

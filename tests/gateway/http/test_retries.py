@@ -349,3 +349,15 @@ async def test_a_new_run_of_a_request_with_a_key_has_the_same_seed(folder):
             await post(stack, COMPLETIONS, {"prompt": "x", "seed": 7}, **{"Idempotency-Key": "two"})
             assert list(prefill.generates.values())[-1].sampling.seed == 7
     assert seeds[0] == seeds[1]
+
+
+async def test_a_new_run_keeps_the_seeds_of_the_client_and_those_beside_them(folder):
+    params = [{"seed": 7, "max_new_tokens": 1}, {"max_new_tokens": 1}, {"sampling_seed": 8, "max_new_tokens": 1}]
+    body, seeds = {"text": ["a", "b", "c"], "sampling_params": params}, []
+    for _ in range(2):
+        async with running(folder) as stack:
+            prefill, _ = await stack.pair()
+            await post(stack, "/generate", body, **KEY)
+            seeds.append([generate.sampling.seed for generate in prefill.generates.values()])
+    assert seeds[0] == seeds[1]
+    assert (seeds[0][0], seeds[0][2]) == (7, 8)

@@ -251,18 +251,18 @@ def test_requests_in_flight_are_known_however_many_results_are_kept():
 
 def test_seeds_follow_from_the_key_the_body_and_the_number_of_the_output():
     requests = [request("a", seed=5), request("b", seed=6)]
-    made = with_key(requests, identity_of(), draws_seeds=True)
-    assert made == with_key(requests, identity_of(), draws_seeds=True)
+    made = with_key(requests, identity_of(), draws_seed=lambda _: True)
+    assert made == with_key(requests, identity_of(), draws_seed=lambda _: True)
     seeds = [request.sampling.seed for request in made]
     assert seeds[1] == (seeds[0] + 1) % 2**64
     others = (identity_of("other"), identity_of(body=b"other"), identity_of(tenant="other"), rid_of("k"))
-    different = [with_key(requests, other, draws_seeds=True)[0] for other in others]
+    different = [with_key(requests, other, draws_seed=lambda _: True)[0] for other in others]
     assert len({seeds[0], *(request.sampling.seed for request in different)}) == 5
     assert len({made[0].key, made[1].key, *(request.key for request in different)}) == 6
 
 
 def test_seeds_of_the_client_are_kept():
-    made = with_key([request("a", seed=5)], identity_of(), draws_seeds=False)
+    made = with_key([request("a", seed=5)], identity_of(), draws_seed=lambda _: False)
     assert [one.sampling.seed for one in made] == [5]
 
 
