@@ -66,15 +66,17 @@ class ReceiveTable:
         is_quarantined = session.state is ReceiveState.QUARANTINED
         owner = Owner.QUARANTINE if is_quarantined else Owner.GRANT
         session.apply(event)
-        self._forbid(session.pages)
         arrived = () if is_quarantined else tuple(session.take_arrived())
         self._totals["pages_kept"] += len(arrived)
         self.prefill_dones.pop(session.key, None)
         self._quarantined_since.pop(session.key, None)
         if session.state is ReceiveState.FREED:
+            self._forbid((*arrived, *session.pages))
             self._allocator.free(self._allocator.from_transfer(session.pages), owner)
             del self.sessions[session.key]
         else:
+            if arrived:  # the others are still expected: over NIXL, writes under way end only as long as they are
+                self._forbid(arrived)
             self._allocator.move(self._allocator.from_transfer(session.pages), Owner.GRANT, Owner.QUARANTINE)
             self._quarantined_since[session.key] = None
             self._totals["pages_quarantined"] += len(session.pages)

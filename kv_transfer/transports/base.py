@@ -259,7 +259,7 @@ class ReaderTransport(Transport, Protocol):
 
     def forbid(self, pages: Sequence[int]) -> None:
         """Take back every permission to write these pages. Where the reader places the bytes, none reaches them after
-        this.
+        this; elsewhere no write to them is under way any more.
         """
         return
 

@@ -146,7 +146,6 @@ class NixlReader(ReaderTransport):
         self._is_awake.set()
 
     def forbid(self, pages: Sequence[int]) -> None:
-        """Does nothing to the writer, which cannot be stopped: it is fenced, or waited for."""
         for page in pages:
             self._expected.pop(page, None)
 

@@ -442,9 +442,10 @@ def test_a_receiver_grants_nothing_over_a_transport_that_it_did_not_offer(store:
     assert receiver.take()[1] == [PairLost(PREFILL, "dead")]
 
 
-def test_a_receiver_permits_writes_with_each_grant_and_forbids_them_before_a_release(
-    store: MemfdStore,
-) -> None:
+def test_a_receiver_permits_writes_with_each_grant_and_forbids_them_before_a_release(store: MemfdStore) -> None:
+    """Pages in quarantine stay permitted: NIXL over TCP places bytes only while pages are expected, and ``Closed``
+    comes when all bytes under way have been placed.
+    """
     reader, allocator = FakeReader("a", store), PageAllocator(NUM_PAGES)
     receiver = Receiver(reader, allocator)
     receiver.connect(PREFILL)
@@ -457,6 +458,8 @@ def test_a_receiver_permits_writes_with_each_grant_and_forbids_them_before_a_rel
         assert reader.calls == [("allow", *pages)]
         if end is None:
             receiver.cancel((rid, 0))
+            assert reader.calls == [("allow", *pages)]
+            receiver.on_message(PREFILL, Closed(rid, 0, "cancelled"))
         else:
             receiver.on_message(PREFILL, end)
             receiver.on_message(PREFILL, PagesWritten(rid, 0, 1, (0, 1)))
