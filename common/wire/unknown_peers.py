@@ -1,9 +1,13 @@
-"""How much is decoded of peers that have not registered, so that their floods delay no other peer. Pure."""
+"""How much is decoded of peers that have not registered, so that their floods delay no other peer. Pure.
+
+A registration with many adapters is larger than the bursts. So while anything is left, a frame is decoded however large
+it is; those that come next are dropped until the rate has made up for it.
+"""
 
 from collections import OrderedDict
 
 #: Units that one peer may send at once, and in each second after that. A frame counts one, and another one per KiB.
-#: Registering takes about three.
+#: Registering takes about three without adapters.
 PEER_BURST, PEER_RATE = 256, 32.0
 #: The same for all such peers together, since a stranger can take any number of names.
 TOTAL_BURST, TOTAL_RATE = 4_096, 1_024.0
@@ -12,7 +16,7 @@ MAX_PEERS = 4_096
 
 
 class _Bucket:
-    """Units that may be decoded now."""
+    """Units that may be decoded now; negative after a frame that took more."""
 
     def __init__(self, burst: int, rate: float, now: float) -> None:
         self._burst = self._left = float(burst)
@@ -43,9 +47,9 @@ class UnknownPeers:
             if len(self._peers) > MAX_PEERS:
                 self._peers.popitem(last=False)
         self._peers.move_to_end(peer)
-        units = 1 + num_bytes // UNIT_BYTES
-        if min(bucket.left(now), self._total.left(now)) < units:
+        if min(bucket.left(now), self._total.left(now)) < 1:
             return False
-        bucket.take(units)
+        units = 1 + num_bytes // UNIT_BYTES
+        bucket.take(min(units, PEER_BURST))  # the peer may have to register after this frame, and soon
         self._total.take(units)
         return True

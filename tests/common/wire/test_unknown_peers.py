@@ -5,7 +5,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.wire.mailbox import Mailbox
+from common.wire.mailbox import MAX_FRAME_BYTES, Mailbox
 from common.wire.messages import PROTOCOL_VERSION, FromNode, Header, Ping, Tokens
 from common.wire.process_id import new_incarnation
 from common.wire.unknown_peers import PEER_BURST, PEER_RATE, TOTAL_BURST, TOTAL_RATE, UnknownPeers
@@ -20,9 +20,23 @@ def test_a_peer_may_send_a_burst_and_then_so_much_each_second() -> None:
 
 def test_a_large_frame_counts_by_its_size() -> None:
     peers = UnknownPeers()
-    assert not peers.may_send("a", PEER_BURST << 10, 0.0)
     assert peers.may_send("a", (PEER_BURST - 1) << 10, 0.0)
     assert not peers.may_send("a", 1, 0.0)
+
+
+def test_a_frame_larger_than_the_burst_is_decoded_after_a_smaller_one() -> None:
+    """A node with many adapters takes more than a burst to register, and may just have sent a heartbeat."""
+    peers = UnknownPeers()
+    assert peers.may_send("a", 100, 0.0)
+    assert peers.may_send("a", PEER_BURST << 12, 0.0)
+    assert not peers.may_send("a", 100, 0.0)
+    assert peers.may_send("a", 100, 1.0), "the peer can register only minutes later"
+
+
+def test_the_largest_frame_delays_others_until_the_total_rate_has_made_up_for_it() -> None:
+    peers = UnknownPeers()
+    assert peers.may_send("a", MAX_FRAME_BYTES, 0.0)  # 12,289 units more than the burst
+    assert [peers.may_send("b", 100, now) for now in (12.0, 12.01)] == [False, True]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5_000), st.integers(0, 8_192), st.floats(0.0, 0.5)), max_size=300))
