@@ -127,9 +127,10 @@ class TcpReader(ReaderTransport):
 
     def forbid(self, pages: Sequence[int]) -> None:
         self._permissions.take(pages)
+        taken = frozenset(pages)
         for offer in self._offers.values():
             for thread in offer.threads:
-                thread.wait_out(pages)
+                thread.wait_out(taken)
 
     def poll(self, now: float) -> list[Fenced]:
         for descriptor, _ in self._epoll.poll(0):

@@ -191,7 +191,7 @@ class ReceiveThread:
 
     # ---- called by the loop -------------------------------------------------------------------------------------
 
-    def wait_out(self, pages: Sequence[int]) -> None:
+    def wait_out(self, pages: frozenset[int]) -> None:
         """After permissions for these pages were taken back: return when no byte is on its way into them.
 
         Waits for one copy at most.

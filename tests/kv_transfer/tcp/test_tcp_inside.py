@@ -77,6 +77,16 @@ def test_a_permission_can_be_revoked_in_the_middle_of_a_page(raw_peer: RawTcpPee
     assert set(store.read(2)) == {99}
 
 
+def test_revoking_permissions_does_not_search_the_pages_for_each_connection(raw_peer: RawTcpPeer) -> None:
+    class Pages(list[int]):
+        def __contains__(self, page: object) -> bool:
+            raise AssertionError(f"page {page} was searched")
+
+    raw_peer.reader.forbid(Pages([2, 3]))
+    raw_peer.page(2, 7)
+    assert raw_peer.answer() == (0, 2)
+
+
 def test_a_permission_of_another_epoch_is_not_valid(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
     raw_peer.reader.allow(PREFILL, 2, [2])
     raw_peer.page(2, 7)
