@@ -379,10 +379,13 @@ class NixlWriter(WriterTransport):
         return state
 
     def _is_over(self, write: Write) -> bool:
-        """Look after one write. A failed write is over when no reader is left whose memory it could reach."""
+        """Look after one write. A failed write is over when no reader is left whose memory it could reach; a failed
+        probe, which reaches no page, when its peer is detached.
+        """
+        is_unused_probe = not write.ticket and write.peer_state.is_detached
         is_harmless = write.peer_state.is_voided or write.peer_state.is_reader_dead
         if write.is_failed or is_harmless:
-            if not is_harmless:
+            if not (is_harmless or is_unused_probe):
                 return False
             try:
                 with self._agent.lock:

@@ -7,11 +7,13 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 from support.kv.kv_fakes import LAYOUT, MemfdStore
+from support.waiting import until
 
 from common.wire.messages import Connect, LayoutMessage
 from kv_transfer.transports.base import AttachError
 from kv_transfer.transports.nixl import reader as nixl_reader
 from kv_transfer.transports.nixl import writer as nixl_writer
+from kv_transfer.transports.nixl.agent import NUM_PROBE_AREAS
 from kv_transfer.transports.nixl.reader import NixlReader
 from kv_transfer.transports.nixl.writer import NixlWriter
 
@@ -44,9 +46,9 @@ def connect_to(reader: NixlReader, peer: str, epoch: int) -> Connect:
 def wait_for_answers(writers: list[NixlWriter], readers: list[NixlReader], num_answers: int) -> list[str]:
     """Problems of the first ``num_answers`` attachments that end; empty strings for the attachments that succeed."""
     problems: list[str] = []
-    until = time.monotonic() + PATIENCE_S
+    ends_at = time.monotonic() + PATIENCE_S
     while len(problems) < num_answers:
-        assert time.monotonic() < until, f"only {len(problems)} of {num_answers} attachments have ended"
+        assert time.monotonic() < ends_at, f"only {len(problems)} of {num_answers} attachments have ended"
         for reader in readers:
             reader.poll(time.monotonic())
         for writer in writers:
@@ -117,6 +119,20 @@ def test_an_attachment_fails_even_if_a_call_to_nixl_does_not_return(
     assert wait_for_answers([writer], [reader], 1) == [""]
 
 
+def test_a_failed_probe_of_a_detached_peer_gives_its_memory_back(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise every reader on another host that dies would cost an area, until none is left."""
+    reader, writer = open_reader(stack), open_writer(stack)
+    monkeypatch.setattr(writer._agent.nixl, "transfer", lambda handle: "ERR")
+    peer, free = "d" * 32, writer._agent.probe._free
+    writer.attach(peer, connect_to(reader, "p" * 32, 1))
+    until(lambda: reader.poll(0.0) or writer._peers[peer].num_probes)
+    assert len(free) == NUM_PROBE_AREAS - 1
+    assert writer.detach(peer)
+    until(lambda: len(free) == NUM_PROBE_AREAS)
+
+
 def test_a_pair_breaks_if_a_call_to_nixl_does_not_return_while_pages_are_to_be_written(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,9 +148,9 @@ def test_a_pair_breaks_if_a_call_to_nixl_does_not_return_while_pages_are_to_be_w
         assert problem == "the nixl connection to decode node decode broke: a call to it does not return"
         assert not writer.detach(peer), "the write may still be under way"
         assert writer.poll() == [] and writer.done() == []
-    until = time.monotonic() + PATIENCE_S
+    ends_at = time.monotonic() + PATIENCE_S
     while not (over := writer.done()):
-        assert time.monotonic() < until, "the write is never over"
+        assert time.monotonic() < ends_at, "the write is never over"
         time.sleep(0.001)
     assert over == [ticket]
     assert writer.detach(peer)
