@@ -150,6 +150,7 @@ class _SharedStep:
         self._ordering = ordering
         self._prompts = prompts
         self._unit = unit
+        self._with_pages = {key: request for key, request in long.items() if request.pages}
         self.begun = [request for request in long.values() if _is_unfinished(request)]
         self._first = next((r for r in long.values() if not r.pages or _is_unfinished(r)), queue[0])
 
@@ -162,6 +163,7 @@ class _SharedStep:
             if turn.most != 0:
                 tried[turn.request.key] = None
             yield turn
+            self._note_begun(turn.request)
         is_reserved = True
         for request in sorted(self.begun, key=self._num_left) if is_shortest_turn else self.begun:
             if _is_unfinished(request):
@@ -172,6 +174,12 @@ class _SharedStep:
                 yield Turn(request)
             elif request.key not in tried:
                 yield Turn(request, None if self._may_begin(request, urgent) else 0)
+                self._note_begun(request)
+
+    def _note_begun(self, request: Request) -> None:
+        """Note a long prompt that has begun in its turn. Only begun ones keep others waiting, and few have begun."""
+        if request.pages and request.key in self._long:
+            self._with_pages[request.key] = request
 
     def _in_order(self, share: int, urgent: Request | None, *, is_new_turn: bool) -> Iterator[Turn]:
         """The prompts in order, except long ones that have begun, for which a part of the budget is kept.
@@ -209,7 +217,7 @@ class _SharedStep:
         if request is urgent:
             return True
         is_long = request.key in self._long
-        return self._prompts.may_begin_beside(self._long.values(), request, self._adder.cache, is_long=is_long)
+        return self._prompts.may_begin_beside(self._with_pages.values(), request, self._adder.cache, is_long=is_long)
 
     def _num_left(self, request: Request) -> tuple[bool, int]:
         """A sort key of a begun long prompt: whether it is less urgent than the first one, and what it lacks."""

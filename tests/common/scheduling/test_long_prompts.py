@@ -15,6 +15,7 @@ from support.scheduling.single_nodes import DecodeNode, PrefillNode
 from common.config.scheduling import POLICIES, PriorityRules
 from common.request import Request
 from common.sampling_params import SamplingParams
+from common.scheduling import long_prompts
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.prefill_adder import LongPromptLimits
 
@@ -137,6 +138,21 @@ def test_a_long_prompt_proceeds_although_its_attention_fills_the_step() -> None:
         at.submit(f"short {number}", 30)
     for _ in range(10):
         assert dict(at.step()).get("long", 0) >= PAGE
+
+
+def test_waiting_prompts_are_compared_with_begun_long_ones_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+
+    def is_computing_for(request: Request, other: Request, page_size: int) -> bool:
+        compared.append(other.rid)
+        return False
+
+    monkeypatch.setattr(long_prompts, "_is_computing_for", is_computing_for)
+    at = node()
+    for number in range(50):
+        at.submit(f"{number}", 40)
+    assert [at.step(), at.step()] == [[("0", 16)], [("1", 8), ("0", 8)]]
+    assert set(compared) == {"0", "1"} and len(compared) <= 2 * 2 * 2 * 50  # two steps, each tries a prompt twice
 
 
 def test_local_prompts_of_a_decode_node_share_its_steps() -> None:
