@@ -60,6 +60,7 @@ class LocalPrefill:
         sharing = self._queue.sharing()
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
         inherited: dict[RequestKey, int] = {}
+        lowest = self._preemptor.lowest_in_slots()
         begun_left = dict(table.extending)  # begun requests that may still get tokens of this step
         queue = self._queue.step_candidates(now, self._long_prompts.in_order(table.extending.values()))
         for request, most, is_reserved in self._long_prompts.turns(queue, adder, is_here=self._queue.is_computed_here):
@@ -71,7 +72,7 @@ class LocalPrefill:
                 result = adder.add_chunked_req(request, most=most, is_reserved=is_reserved)
                 if result is not AddResult.CONTINUE and most is None:
                     break
-            elif skip_ahead.is_closed or not self._preemptor.can_have_slot(request, now):
+            elif skip_ahead.is_closed or not self._preemptor.can_have_slot(request, now, lowest=lowest):
                 if not begun_left:
                     break
                 self._waits_for_prefix(request, sharing, inherited, now)
@@ -92,6 +93,7 @@ class LocalPrefill:
                 self._begin(request, now, has_passed=skip_ahead.admit(request))
                 sharing.add(request)
                 begun.append(request)
+                lowest = min(lowest, self._ordering.priority(request))
                 if most is not None:
                     begun_left[request.key] = request
         for request in table.extending.values():

@@ -114,16 +114,30 @@ class Preemptor:
 
     def _slot_victim(self, request: Request, now: float) -> Request | None:
         """The least urgent request in a slot, if this one may take its place."""
-        in_slots = [*self._table.running.values(), *self._table.extending.values()]
         weaker = self._ordering.in_preemption_order(
-            other for other in in_slots if self._ordering.may_preempt(request, other, now)
+            other for other in self._in_slots() if self._ordering.may_preempt(request, other, now)
         )
         return weaker[0] if weaker else None
 
-    def can_have_slot(self, request: Request, now: float) -> bool:
+    def _in_slots(self) -> list[Request]:
+        return [*self._table.running.values(), *self._table.extending.values()]
+
+    def lowest_in_slots(self) -> int:
+        """The lowest priority of the requests in slots."""
+        return min(map(self._ordering.priority, self._in_slots()), default=LOWEST_PRIORITY)
+
+    def can_have_slot(self, request: Request, now: float, *, lowest: int = LOWEST_PRIORITY) -> bool:
+        """Whether a slot is free, or the request may take the place of another one.
+
+        Args:
+            lowest: no request in a slot has a lower priority. It saves most requests a look at all slots.
+        """
         if self._table.has_slot:
             return True
-        return self._ordering.rules.is_enabled and self._slot_victim(request, now) is not None
+        rules = self._ordering.rules
+        if not rules.is_enabled or self._ordering.priority(request) - lowest <= rules.preemption_threshold:
+            return False
+        return self._slot_victim(request, now) is not None
 
     def free_slot(self, request: Request, now: float) -> None:
         """Make sure that a slot is free: pause the least urgent request, or retract it if it is half computed."""

@@ -8,8 +8,9 @@ from support.scheduling.single_nodes import DecodeNode as Node
 
 from common.cache.page_allocator import Owner
 from common.config.scheduling import PriorityRules
-from common.request import LOWEST_PRIORITY
+from common.request import LOWEST_PRIORITY, Request
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
+from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import LongPromptLimits
 from decode_node.request_state import State
 
@@ -67,6 +68,32 @@ def test_a_slot_is_taken_only_above_the_preemption_threshold(difference: int, is
     assert node.scheduler.totals()["pauses"] == node.scheduler.totals()["preemptions"] == is_taken
     assert node.run() == (["urgent", "low"] if is_taken else ["low", "urgent"])
     assert len(low.output) == 20
+
+
+def test_local_prompts_that_are_not_urgent_enough_are_not_compared_with_each_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[tuple[str, str]] = []
+    may_preempt = RequestOrdering.may_preempt
+
+    def counted(ordering: RequestOrdering, waiting: Request, running: Request, now: float) -> bool:
+        compared.append((waiting.rid, running.rid))
+        return may_preempt(ordering, waiting, running, now)
+
+    node = Node(slots=3, is_mixed=True)
+    node.run_in("low", 8, 1, new=40)
+    node.run_in("high", 8, 9, new=40)
+    node.submit("long", 80, 1, is_local=True)
+    node.step()
+    for number in range(20):
+        node.submit(f"waiting {number}", 8, 3, is_local=True)
+    monkeypatch.setattr(RequestOrdering, "may_preempt", counted)
+    assert node.step() == ["high", "low"]
+    assert not compared
+    node.submit("urgent", 8, 4, is_local=True)
+    node.step()
+    assert node.state("long") is State.RETRACTED
+    assert {waiting for waiting, _ in compared} == {"urgent"}
 
 
 def test_the_newest_of_the_least_urgent_requests_is_paused() -> None:
