@@ -60,13 +60,15 @@ def fits(growths: Sequence[Growth], num_available: int, page_size: int) -> bool:
     tokens = np.array([growth.num_tokens for growth in order], np.int64)
     held = np.array([growth.num_pages for growth in order], np.int64)
     left = np.array([growth.num_left for growth in order], np.int64)
-    is_late = np.array([growth.is_late for growth in order])
     most = np.array([growth.max_pages for growth in order], np.int64)
-    returned = np.where(is_late, 0, [growth.num_private for growth in order])
-    # One row per moment, one column per request.
-    grown = np.minimum(left[:, None], left[None, :])
-    pages = np.maximum(np.minimum(-(-(tokens + grown) // page_size), most) - held, 0)
-    is_present = np.tri(len(order), dtype=bool).T | is_late
-    needed = np.where(is_present, pages, 0).sum(axis=1)
+    is_late = np.array([growth.is_late for growth in order])
+    private = np.array([growth.num_private for growth in order], np.int64)
+    # One row per moment, one column per request: the further pages that it has taken, as if it returned none. It is one
+    # array, because allocating more of this size takes longer than the arithmetic.
+    taken = np.minimum.outer(left, left)
+    taken += tokens - held * page_size + page_size - 1
+    taken //= page_size
+    np.clip(taken, 0, np.maximum(most - held, 0), out=taken)
+    returned = np.where(is_late, 0, taken.diagonal() + private)
     returned_before = np.cumsum(returned) - returned
-    return bool((needed <= num_available + returned_before).all())
+    return bool((taken.sum(axis=1) <= num_available + returned_before).all())

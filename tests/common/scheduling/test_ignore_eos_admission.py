@@ -35,6 +35,31 @@ def test_pages_of_late_requests_do_not_count() -> None:
     assert fits([late, early], 3, PAGE)
 
 
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    growths=st.lists(
+        st.builds(
+            Growth, st.integers(1, 60), st.integers(1, 12), st.integers(0, 30), st.integers(0, 5), st.booleans(),
+            st.integers(1, 30),
+        ),
+        min_size=1, max_size=6,
+    ),
+    num_available=st.integers(0, 40),
+)  # fmt: skip
+def test_pages_suffice_exactly_if_they_do_token_by_token(growths: list[Growth], num_available: int) -> None:
+    def taken(growth: Growth, num_new: int) -> int:
+        num_pages = -(-(growth.num_tokens + min(num_new, growth.num_left)) // PAGE)
+        return max(min(num_pages, growth.max_pages) - growth.num_pages, 0)
+
+    does_suffice = True
+    for num_new in range(max(growth.num_left for growth in growths) + 1):
+        ended = [growth for growth in growths if growth.num_left < num_new and not growth.is_late]
+        others = [growth for growth in growths if growth not in ended]
+        num_free = num_available + sum(growth.num_private for growth in ended)
+        does_suffice &= sum(taken(growth, num_new) for growth in others) <= num_free
+    assert fits(growths, num_available, PAGE) == does_suffice
+
+
 def decoding(pool: Pool, length: int, max_new: int) -> Request:
     """A request with ``ignore_eos`` that has just sampled its first token."""
     mine = request(length, max_new, ignore_eos=True)
