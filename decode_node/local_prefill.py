@@ -130,18 +130,15 @@ class LocalPrefill:
     def _adder(self) -> PrefillAdder:
         holders = self._table.holders()
         total = (self._allocator.num_for_steps + self._cache.num_evictable_pages) * self._cache.page_size
-        if holders:
-            total -= self._queue.expected(holders)
-        else:
-            total += 1  # alone, a request may fill the pool to the last token
         ratio, clip = self._queue.expectation()
         return PrefillAdder(
             self._cache,
             self._allocator,
             self._limits,
-            total_tokens=total,
+            total_tokens=total - self._queue.expected(holders),
             clip=clip,
-            reserve_output=bool(holders),
+            reserve_output=True,
+            is_alone=not holders,
             running=holders,
             ratio=ratio,
         )

@@ -278,7 +278,6 @@ class PrefillScheduler:
             self._limits,
             total_tokens=num_available * self._cache.page_size + 1,
             reserve_output=False,
-            decodes=False,
         )
 
     def _queue(self, urgent: Request | None, now: float) -> list[Request]:

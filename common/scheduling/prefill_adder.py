@@ -186,10 +186,10 @@ class PrefillAdder:
         total_tokens: free and evictable memory minus what admitted requests are still expected to need.
         clip: the most output tokens that are reserved for one request.
         reserve_output: count the outputs of admitted requests; true on the node that decodes them.
+        is_alone: no other request is expected to need memory, so the first request is admitted if its prompt fits.
         running: requests that decode on this node, for the proof of ``ignore_eos_admission``. ``total_tokens``
             already accounts for their expected needs.
         ratio: the share of its remaining output that a request without ``ignore_eos`` is expected to produce.
-        decodes: requests go on with their output on this node.
     """
 
     def __init__(
@@ -201,9 +201,9 @@ class PrefillAdder:
         total_tokens: int,
         clip: int = CLIP_TOKENS,
         reserve_output: bool,
+        is_alone: bool = False,
         running: Sequence[Request] = (),
         ratio: float = 1.0,
-        decodes: bool = True,
     ) -> None:
         self.chunks: list[Chunk] = []
         self.total_left = total_tokens
@@ -219,10 +219,10 @@ class PrefillAdder:
         self._max_requests = limits.max_requests
         self._clip = clip
         self._reserve_output = reserve_output
+        self._is_alone = is_alone
         self._running = running
         self._ratio = ratio
         self._kv_window = limits.kv_window or KVWindow(cache.page_size)
-        self._decodes = decodes
 
     @property
     def tokens_left(self) -> int | None:
@@ -360,7 +360,7 @@ class PrefillAdder:
         window_pages = self._allocator.window_pages
         if (
             window_pages is not None
-            and window_pages.needs(request, decodes=self._decodes) > window_pages.num_unreserved
+            and window_pages.needs(request, decodes=self._reserve_output) > window_pages.num_unreserved
         ):
             return None
         missing = count - self._allocator.num_for_steps
@@ -371,6 +371,8 @@ class PrefillAdder:
 
     def _may_spend(self, request: Request, match: Match, num_tokens: int) -> bool:
         """Test the total budget; the prefix must be locked. ``num_tokens`` is the size of the new pages."""
+        if self._is_alone and not self.chunks:
+            return True  # waiting longer gains nothing
         if self._proves(request):
             return self._never_runs_out(request, match, num_tokens // self.page_size)
         # A request may ask for more output than the pool holds. It is admitted once it has the pool for itself, because
@@ -432,7 +434,7 @@ class PrefillAdder:
         self.total_left -= self._tokens(len(own)) + self._reserve(request)
         window_pages = self._allocator.window_pages
         if window_pages is not None:
-            window_pages.admit(request, match.num_tokens, window_pages.needs(request, decodes=self._decodes))
+            window_pages.admit(request, match.num_tokens, window_pages.needs(request, decodes=self._reserve_output))
 
     def _tokens(self, num_pages: int) -> int:
         return num_pages * self.page_size

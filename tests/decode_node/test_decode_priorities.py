@@ -356,6 +356,16 @@ def test_a_flat_reserve_overrides_predictions() -> None:
         assert bool(node.grant()) == is_let_in
 
 
+@pytest.mark.parametrize(("first", "second", "begun"), [(24, 1, 1), (4, 12, 1), (4, 11, 2)])
+def test_local_prompts_that_begin_together_leave_room_for_their_outputs(first: int, second: int, begun: int) -> None:
+    """The pool has 32 tokens, and each prompt 8. The first may fill the pool with its output, because nothing runs."""
+    node = Node(num_pages=8, chunk=16)
+    node.submit("first", 8, new=first, is_local=True)
+    node.submit("second", 8, new=second, is_local=True)
+    node.step()
+    assert node.chunks == [("first", 8), ("second", 8)][:begun]
+
+
 def test_a_local_prompt_without_a_slot_takes_no_pages() -> None:
     node = Node(num_pages=12, slots=1)
     node.run_in("paused", 24, 0, new=20)
