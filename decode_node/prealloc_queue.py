@@ -348,11 +348,11 @@ class PreallocQueue:
         gone = {request.key, *(other.key for other in without)}
         others = [other for other in self._table.holders() if other.key not in gone]
         if not others:
-            num_tokens = request.num_tokens - self._num_outside(request) + 1
+            num_tokens = request.num_decodable - self._num_outside(request) + 1
         elif self.is_computed_here(request):
             num_tokens = self._need_here(request) + self.expected(others)
         else:
-            num_tokens = request.num_tokens - self._num_outside(request) + self.expected([*others, request])
+            num_tokens = request.num_decodable - self._num_outside(request) + self.expected([*others, request])
         return self._reservations.lacks(request, num_tokens, without, is_here=self.is_computed_here(request))
 
     def waits_for_prefix(self, request: Request) -> bool:

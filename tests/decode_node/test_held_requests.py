@@ -93,6 +93,27 @@ def test_a_held_request_loses_its_pages_to_the_first_in_the_queue() -> None:
     assert len(slow.output) == 12
 
 
+@pytest.mark.parametrize("resume_tokens", [None, 0], ids=["here", "on the prefill node"])
+def test_a_retracted_request_that_fills_the_pool_takes_the_pages_of_a_held_one(resume_tokens: int | None) -> None:
+    node = Node(num_pages=8, rules=OFF, resume_tokens=resume_tokens)
+    node.connected.add("prefill")
+    full = node.run_in("full", 20, new=13)
+    while full.num_tokens < 32:
+        node.step()
+    hold(node, "full")
+    node.submit("slow", 8, new=9)
+    node.step()
+    assert node.state("full") is State.RETRACTED
+    node.receive("slow")
+    node.step()
+    hold(node, "slow")
+    let_go(node, "full")
+    node.step()
+    assert node.state("slow") is State.RETRACTED
+    node.run_until_idle()
+    assert node.done == ["full"]
+
+
 def test_a_held_request_keeps_its_pages_if_they_do_not_suffice() -> None:
     node = Node(num_pages=12, rules=OFF)
     node.run_in("running", 24, new=8)

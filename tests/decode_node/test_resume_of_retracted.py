@@ -38,6 +38,19 @@ def test_a_long_uncached_part_is_fetched_from_the_prefill_node() -> None:
     assert len(request.output) == 9
 
 
+def test_no_request_loses_pages_to_one_whose_transfer_just_fits() -> None:
+    node = Node(num_pages=8, resume_tokens=8)
+    node.connected.add("prefill")
+    request = node.run_in("a", 16, new=20)
+    while request.num_tokens < 24:
+        node.step()
+    node.run_in("another", 4, new=20)  # it has two pages
+    lose_all(node, "a")
+    assert request.num_decodable == 6 * PAGE
+    assert not node.scheduler._queue.lacks_pages(request)
+    assert node.grant() == ["a"]
+
+
 @pytest.mark.parametrize(("resume_tokens", "can_resume"), [(None, True), (31, True), (8, False)])
 def test_a_short_part_or_one_without_a_prefill_node_is_computed_locally(
     resume_tokens: int | None, can_resume: bool
