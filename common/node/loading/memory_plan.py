@@ -8,7 +8,9 @@ from pathlib import Path
 from common.cache.kv_window import UNBOUNDED, KVWindow
 from common.cache.page_layout import PageLayout
 from common.cache.window_pages import LayerGroups
+from common.config.batching import LONG_PROMPTS
 from common.config.node import NodeConfig
+from common.config.options import check_unset
 from common.errors import ConfigError
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.system.control_groups import control_groups
@@ -79,7 +81,8 @@ def plan_capacity(
         window: tokens that a token sees; None if a layer sees all.
 
     Raises:
-        ConfigError: not one page fits into memory, or a chunk is smaller than the alignment.
+        ConfigError: not one page fits into memory, a chunk is smaller than the alignment, or options for long prompts
+            have no effect because of it.
     """
     num_slots = config.max_running_requests or MAX_SLOTS
     tokens = config.max_total_tokens
@@ -99,6 +102,9 @@ def plan_capacity(
             f"--truncation-align-size {alignment.align_tokens} exceeds --chunked-prefill-size {chunk}: lower one or "
             "raise the other"
         )
+    if 0 <= chunk < (least := 2 * alignment.unit(config.page_size)):
+        why = f"has no effect with --chunked-prefill-size {chunk}; with this alignment, give at least {least}"
+        check_unset(config, LONG_PROMPTS, why)
     chunk_tokens = None if chunk < 0 else chunk
     return Capacity(min(num_slots, num_pages), num_pages, max_queued, chunk_tokens, alignment, context_length, window)
 

@@ -145,6 +145,15 @@ def test_an_alignment_larger_than_a_chunk_is_refused() -> None:
         plan_capacity(config, LAYOUT, device="cpu", context_length=100)
 
 
+def test_options_for_long_prompts_are_refused_where_the_alignment_lets_no_two_share_a_chunk() -> None:
+    for alignment in (None, 32):
+        config = NodeConfig(truncation_align_size=alignment, chunked_prefill_size=64, long_prompt_share=0.3)
+        plan_capacity(config, LAYOUT, device="cpu", context_length=100)
+    config = NodeConfig(truncation_align_size=48, chunked_prefill_size=64, long_prompt_share=0.3)
+    with pytest.raises(ConfigError, match="--long-prompt-share has no effect with --chunked-prefill-size 64"):
+        plan_capacity(config, LAYOUT, device="cpu", context_length=100)
+
+
 @pytest.mark.parametrize("name", ["enable_dynamic_chunking", "truncation_align_size"])
 def test_chunk_options_without_chunks_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} has no effect with --chunked-prefill-size -1"):
