@@ -23,8 +23,8 @@ one is watched. Every pair that used the old agent breaks and is mended under a 
 writers that writes which failed or hang on their side cannot reach us any more, and that is all they wait for.
 
 When a reader on another host dies during a write, no report of that ever comes. Its writes count as under way for good,
-which costs the writer a handle each and no page; see ``Sender``. Failed probes are over as soon as
-their peer is detached: bytes that still come can only spoil a later probe, whose attachment is then tried again.
+which costs the writer a handle each and no page; see ``Sender``. Failed probes are over as soon as their peer is
+detached: bytes that still come can only spoil a later probe, whose attachment is then tried again.
 
 All of this is known of UCX. With another back-end nothing is taken back by invalidation.
 
