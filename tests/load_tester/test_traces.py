@@ -141,6 +141,13 @@ def test_a_note_says_how_much_of_a_trace_a_duration_keeps(tmp_path: Path) -> Non
     assert not any("--duration" in note for note in read_trace(write(tmp_path / "t", *rows)).notes)
 
 
+def test_the_schedule_of_a_trace_that_duration_cuts_is_as_long_as_the_duration(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", *[{"prompt": "a", "at": at} for at in (0, 1, 100)])
+    assert make_plan(LoadtestConfig(trace=path, duration="8s")).seconds == 8
+    assert make_plan(LoadtestConfig(trace=path, duration="8s", num_requests=2)).seconds == 1
+    assert make_plan(LoadtestConfig(trace=path, duration="200s")).seconds == 100
+
+
 def test_hash_ids_may_have_64_bits(tmp_path: Path) -> None:
     row = {"chat_id": 1, "timestamp": 0.5, "input_length": 16, "output_length": 1, "hash_ids": [2**63 + 5]}
     (planned,) = replay_trace(read_trace(write(tmp_path / "t", row)), ReplayOptions(), np.random.default_rng(0))

@@ -297,6 +297,14 @@ def test_the_default_is_sixty_requests_and_steps_end_with_the_last() -> None:
     assert make_plan(LoadtestConfig(concurrency=3, duration="1s")).num_sessions is None
 
 
+def test_a_schedule_that_duration_ends_is_as_long_as_the_duration() -> None:
+    """Bursts of 20 come every 8 s; a second one, of 40 requests in all, comes after 7.9 s."""
+    bursts = {"rate": "2.5", "arrival": "burst", "burst_size": 20, "duration": "7.9s"}
+    cut, whole = (make_plan(LoadtestConfig(num_requests=count, **bursts)) for count in (40, 20))  # type: ignore[arg-type]
+    assert (cut.num_sessions, cut.seconds) == (20, 7.9)
+    assert (whole.num_sessions, whole.seconds) == (20, 0.0)
+
+
 def test_iterating_a_plan_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"rate": "1000", "num_requests": 30_000, **MIXED}
     plan = make_plan(LoadtestConfig(**options))  # type: ignore[arg-type]

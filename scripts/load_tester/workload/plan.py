@@ -37,7 +37,8 @@ class Plan:
             with only a duration.
         num_sessions: None if endless.
         is_open: whether first turns have instants.
-        seconds: length of the schedule, after which no session begins; None if unknown.
+        seconds: length of the schedule, after which no session begins: ``--duration`` if that ends it, else until the
+            last instant; None if unknown.
         is_checked: whether arrivals follow ``--arrival``; those of a trace do not.
         num_requests: turns of all sessions; None if endless.
         num_wanted: sessions without ``--duration``; None if endless.
@@ -97,8 +98,8 @@ def _instants(config: LoadOptions, available: int | None) -> tuple[Floats | None
     )
     if not len(at):
         raise NoArrivals("no request arrives within --duration: raise --rate or --duration")
-    length = duration_s if duration_s is not None and most is None else float(at[-1])
-    return at, len(at), length
+    is_cut = duration_s is not None and (most is None or len(at) < most)
+    return at, len(at), duration_s if is_cut else float(at[-1])
 
 
 def _trace_plan(config: LoadOptions, trace: Trace, classes: dict[str, RequestClass]) -> Plan:
@@ -130,10 +131,12 @@ def _trace_plan(config: LoadOptions, trace: Trace, classes: dict[str, RequestCla
     if not plan:
         raise NoArrivals("no request of the trace comes within --duration")
     low, high = config.window
-    wanted = sum(low <= (row.at or 0.0) < high for row in trace.rows)
+    in_window = sum(low <= (row.at or 0.0) < high for row in trace.rows)
+    wanted = min(in_window, config.num_requests or in_window)
+    length = config.duration_s if len(plan) < wanted else plan[-1].at
     return Plan(
-        [[one] for one in plan], len(plan), True, plan[-1].at, trace.notes, classes, False,
-        num_requests=len(plan), num_wanted=min(wanted, config.num_requests or wanted),
+        [[one] for one in plan], len(plan), True, length, trace.notes, classes, False,
+        num_requests=len(plan), num_wanted=wanted,
     )  # fmt: skip
 
 
