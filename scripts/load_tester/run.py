@@ -187,7 +187,8 @@ class _Run:
             client=client,
             latency=metrics.latencies(measured, rng),
             throughput=metrics.throughput(records, *window),
-            service=metrics.service(measured, config.slos, plan.classes, window[1] - window[0]),
+            service=metrics.service(measured, config.slos, plan.classes)
+            | {"goodput_per_s": metrics.goodput(records, config.slos, plan.classes, *window)},
             errors=metrics.errors(measured),
             classes=metrics.groups(measured, "class_name", config.slos, plan.classes, rng),
             tenants=tenants,

@@ -41,8 +41,9 @@ def test_failures_have_no_latency_and_count_as_misses() -> None:
     records = [record(0.1, 0.2), record(0.1, 0.9), record(error="timeout"), record(0.1, error="dropped")]
     found = metrics.latencies(records, RNG)
     assert found["ttft"]["count"] == 2
-    service = metrics.service(records, {"e2e": 0.5}, {}, 2.0)
-    assert (service["good"], service["count"], service["attainment"], service["goodput_per_s"]) == (1, 4, 0.25, 0.5)
+    service = metrics.service(records, {"e2e": 0.5}, {})
+    assert (service["good"], service["count"], service["attainment"]) == (1, 4, 0.25)
+    assert metrics.goodput(records, {"e2e": 0.5}, {}, 0.0, 2.0) == 0.5
     assert service["misses"] == {"e2e": 1, "failed": 2}
     assert metrics.errors(records)["kinds"] == {"timeout": 1, "dropped": 1}
 
@@ -52,7 +53,7 @@ def test_correlated_attainment_counts_for_fewer() -> None:
 
     def service_of(is_good: list[bool]) -> metrics.Figures:
         records = [record(at + (0.1 if good else 2.0), at=float(at)) for at, good in enumerate(is_good)]
-        return metrics.service(records[::-1], {"ttft": 1.0}, {}, 40.0)
+        return metrics.service(records[::-1], {"ttft": 1.0}, {})
 
     together, apart = service_of([False] * 20 + [True] * 20), service_of([False, True] * 20)
     assert together["attainment"] == apart["attainment"] == 0.5
@@ -77,16 +78,16 @@ def test_a_limit_on_gaps_allows_one_percent_of_the_gaps() -> None:
 def test_requests_without_any_other_in_flight_are_counted() -> None:
     """The second begins before the first has ended, the third after both, and the fourth fails alone."""
     records = [record(1.0, at=0.0), record(2.0, at=0.9), record(3.0, at=2.0), record(at=4.0, error="x", ended_s=5.0)]
-    service = metrics.service(records, {"ttft": 1.05}, {}, 5.0)
+    service = metrics.service(records, {"ttft": 1.05}, {})
     assert (service["good"], service["alone_good"], service["alone_count"]) == (2, 1, 2)
     overlapped = [record(9.0, at=0.0), record(2.0, at=1.0), record(4.0, at=3.0)]
-    assert metrics.service(overlapped, {}, {}, 5.0)["alone_count"] == 0, "the first one outlasts both"
+    assert metrics.service(overlapped, {}, {})["alone_count"] == 0, "the first one outlasts both"
 
 
 def test_a_class_has_its_own_limits() -> None:
     kinds = request_classes_of(LoadtestConfig(mix="fast:slo-ttft=50ms;slow:share=1"))
     records = [record(0.1, class_name="fast"), record(0.1, class_name="slow"), record(0.3, class_name="slow")]
-    service = metrics.service(records, {"ttft": 0.2}, kinds, 1.0)
+    service = metrics.service(records, {"ttft": 0.2}, kinds)
     assert service["good"] == 1
     groups = metrics.groups(records, "class_name", {"ttft": 0.2}, kinds, RNG)
     assert (groups["fast"]["attainment"], groups["slow"]["attainment"]) == (0.0, 0.5)
@@ -105,6 +106,14 @@ def test_the_window_includes_its_last_response() -> None:
     whole = record(2.0, counts=[1], num_counted=1, num_output=32, usage_output=32, usage_prompt=8, ended_s=2.0)
     found = metrics.throughput([whole], 0.0, 2.0)
     assert (found["output_tokens_per_s"], found["input_tokens_per_s"], found["requests_per_s"]) == (16, 4, 0.5)
+
+
+def test_goodput_counts_the_requests_that_throughput_counts_within_their_limits() -> None:
+    """Of five, the first ends before the window, the last after it, and one of the others is late."""
+    records = [record(end_s, at=at) for at, end_s in ((0.0, 0.9), (0.5, 1.0), (0.5, 2.0), (1.6, 2.0), (1.6, 2.1))]
+    assert metrics.throughput(records, 1.0, 2.0)["requests_per_s"] == 3
+    assert metrics.goodput(records, {}, {}, 1.0, 2.0) == 3
+    assert metrics.goodput(records, {"ttft": 1.0}, {}, 1.0, 2.0) == 2
 
 
 def test_usage_larger_than_the_events_is_spread_over_them() -> None:

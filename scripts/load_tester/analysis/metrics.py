@@ -102,17 +102,14 @@ def slo_limits(request_class: RequestClass | None, slos: dict[str, float]) -> di
     return slos | dict(request_class.slos if request_class else ())
 
 
-def service(
-    records: Sequence[RequestRecord], slos: dict[str, float], classes: dict[str, RequestClass], seconds: float
-) -> Figures:
-    """Attainment and goodput; without any limit every successful request is good.
+def service(records: Sequence[RequestRecord], slos: dict[str, float], classes: dict[str, RequestClass]) -> Figures:
+    """Attainment; without any limit every successful request is good.
 
     ``num_free`` is the equivalent number of independent requests. ``alone_good`` and ``alone_count`` are of requests
     without any other in flight: the share that a lower rate could reach.
 
     Args:
         records: measured requests.
-        seconds: over which the goodput is counted.
     """
     broken = [misses(record, slo_limits(classes.get(record.class_name), slos)) for record in records]
     good = sum(not names for names in broken)
@@ -127,11 +124,27 @@ def service(
         "attainment": good / len(records) if records else 0.0,
         "attainment_ci": [low, high],
         "num_free": num_free,
-        "goodput_per_s": good / seconds if seconds > 0 else 0.0,
         "alone_good": sum(not names and is_alone for names, is_alone in zip(broken, alone, strict=True)),
         "alone_count": sum(alone),
         "misses": dict(Counter(name for names in broken for name in names)),
     }
+
+
+def goodput(
+    records: Sequence[RequestRecord],
+    slos: dict[str, float],
+    classes: dict[str, RequestClass],
+    begin_s: float,
+    end_s: float,
+) -> float:
+    """Good requests per second inside a window, which are among the requests of ``throughput``: those that end in it.
+
+    Args:
+        records: all requests of the run, measured or not.
+    """
+    ended = [record for record in records if record.stamps_s and begin_s <= record.stamps_s[-1] <= end_s]
+    good = sum(not misses(record, slo_limits(classes.get(record.class_name), slos)) for record in ended)
+    return good / max(end_s - begin_s, 1e-9)
 
 
 def _alone(records: Sequence[RequestRecord]) -> list[bool]:
@@ -194,7 +207,7 @@ def groups(
             "count": len(own),
             "failed": len(own) - len(good),
             "output_tokens": sum(record.num_output for record in good),
-            "attainment": service(own, slos, classes, 1.0)["attainment"],
+            "attainment": service(own, slos, classes)["attainment"],
             "ttft": stats.summary([record.ttft_s for record in good], rng),
             "e2e": stats.summary([record.e2e_s for record in good], rng),
         }

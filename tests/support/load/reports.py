@@ -32,7 +32,8 @@ def report_of(records: list[RequestRecord], **options: Any) -> Report:
         },
         latency=metrics.latencies(records, rng),
         throughput=metrics.throughput(records, 0.0, 50.0),
-        service=metrics.service(records, config.slos, {}, 50.0),
+        service=metrics.service(records, config.slos, {})
+        | {"goodput_per_s": metrics.goodput(records, config.slos, {}, 0.0, 50.0)},
         errors=metrics.errors(records),
         classes=metrics.groups(records, "class_name", config.slos, {}, rng),
         tenants=tenants,
