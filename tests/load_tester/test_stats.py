@@ -162,6 +162,22 @@ def test_the_ratio_of_two_samples_says_whether_they_differ() -> None:
     assert more.low > 1.05 and more.value == pytest.approx(1.1, abs=0.02) and more.p < 1e-9
 
 
+def test_a_median_of_zero_differs_from_another_only_if_redrawn_samples_agree() -> None:
+    """About half of the values are 0, so that chance decides whether the median is."""
+    rng = np.random.default_rng(0)
+
+    def blocks(num_zeros: int) -> stats.Blocks:
+        values = np.repeat([0.0, 1.0], [num_zeros, 301 - num_zeros])
+        return stats.Blocks(list(rng.permutation(values)[:, None]))
+
+    def p(before: stats.Blocks, after: stats.Blocks) -> float:
+        return stats.ratio(before, after, lambda values: float(np.median(values)), rng).p
+
+    assert p(blocks(151), blocks(150)) > 0.3 and p(blocks(150), blocks(151)) > 0.3
+    assert p(blocks(301), blocks(301)) == 1
+    assert p(blocks(301), blocks(0)) == p(blocks(0), blocks(301)) == 0
+
+
 def test_the_larger_variance_counts_for_both_runs() -> None:
     """If two runs are equal, the smaller variance is an underestimate."""
     rng = np.random.default_rng(0)

@@ -246,14 +246,15 @@ class Ratio:
 
 
 def ratio(before: Blocks, after: Blocks, statistic: Callable[[Floats], float], rng: np.random.Generator) -> Ratio:
-    """Ratio ``after / before`` of a positive statistic, by the bootstrap variance of its logarithm.
+    """Ratio ``after / before`` of a statistic, by the bootstrap variance of its logarithm.
 
-    If nothing changed, both runs have the same variance, so the larger estimate counts for both.
+    If nothing changed, both runs have the same variance, so the larger estimate counts for both. 0 has no logarithm:
+    where the statistic of a run is 0, only p is estimated.
     """
     base, now = statistic(before.values), statistic(after.values)
     if base <= 0 or now <= 0:
         value = 1.0 if base == now else math.inf if now > base else 0.0
-        return Ratio(value, value, value, float(base == now))
+        return Ratio(value, value, value, _order_p(before, after, statistic, rng))
     sides = (before, after), (after, before)
     variance = max(
         _variance(side, statistic, rng) * (1 + side.num_clusters / other.num_clusters) for side, other in sides
@@ -265,6 +266,13 @@ def ratio(before: Blocks, after: Blocks, statistic: Callable[[Floats], float], r
         math.exp(change + 1.96 * error),
         math.erfc(abs(change) / error / math.sqrt(2)) if error else float(change == 0),
     )
+
+
+def _order_p(before: Blocks, after: Blocks, statistic: Callable[[Floats], float], rng: np.random.Generator) -> float:
+    """Two-sided p-value of a difference: how often it vanishes or has the other sign in redrawn samples."""
+    drawn = [statistic(after.redrawn(rng)) - statistic(before.redrawn(rng)) for _ in range(RESAMPLES // 2)]
+    signs = np.sign(drawn)
+    return min(1.0, 2 * float(min(np.mean(signs <= 0), np.mean(signs >= 0))))
 
 
 def far_p(
