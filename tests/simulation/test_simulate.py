@@ -56,6 +56,17 @@ def test_latency_of_a_lone_request_is_the_sum_of_its_parts() -> None:
     assert found["requests"] == {"sent": 1, "measured": 1, "answered": 1, "errors": {}}
 
 
+def test_idle_nodes_have_no_pages_in_use() -> None:
+    for role in ("prefill", "decode"):
+        page_s = []
+        for rate in ("0.1", "0.01"):
+            found = run(
+                "--num-requests=3", "--arrival=constant", f"--rate={rate}", "--input-len=9000", "--output-len=4"
+            )
+            page_s.append(found["nodes"][role]["pages_used"] * found["virtual_s"])
+        assert page_s[0] == pytest.approx(page_s[1]) and page_s[0] > 0
+
+
 def test_results_depend_on_options_and_seed_alone() -> None:
     words = ["--rate=20", "--num-requests=60", "--input-len=lognormal:200:1", "--output-len=uniform:2:40", "--decode=2"]
     first, again, other = run(*words), run(*words), run(*words, "--seed=1")

@@ -307,6 +307,8 @@ class Node:
             plan = self.role.plan(now)
             if plan is not None:
                 self._begin(plan)
+        if not self.is_busy or self.kind == "prefill":  # a decode node's steps may be taken together
+            self._note_pages()
         self._send_messages()
         self._leave_if_empty()
         if not self._has_timer and self._has_work():
