@@ -213,12 +213,13 @@ def _role(nodes: Sequence[Node], now: float) -> Figures:
     for node in nodes:
         work.update(node.work)
         totals.update(node.role.counters())
-    busy = [node.busy_s / now if now else 0.0 for node in nodes]
-    num_pages = sum(node.capacity.num_pages for node in nodes)
+    lived_s = [now - node.started_at for node in nodes]
+    busy = [node.busy_s / seconds if seconds else 0.0 for node, seconds in zip(nodes, lived_s, strict=True)]
+    page_s = sum(node.capacity.num_pages * seconds for node, seconds in zip(nodes, lived_s, strict=True))
     return {
         "count": len(nodes),
         "busy": {"mean": sum(busy) / len(busy), "min": min(busy), "max": max(busy)},
-        "pages_used": sum(node.used_page_s for node in nodes) / (num_pages * now) if now else 0.0,
+        "pages_used": sum(node.used_page_s for node in nodes) / page_s if page_s else 0.0,
         **{name: work[name] for name in ("steps", "rows", "prompt_tokens")},
         "totals": dict(sorted(totals.items())),
     }

@@ -67,6 +67,19 @@ def test_idle_nodes_have_no_pages_in_use() -> None:
         assert page_s[0] == pytest.approx(page_s[1]) and page_s[0] > 0
 
 
+def test_a_node_that_starts_during_a_run_is_busy_for_a_share_of_its_own_time() -> None:
+    """Prompts of 50 ms come ten times a second; after five of ten seconds another node computes them."""
+    settings = config(
+        *["--arrival=constant", "--rate=10", "--num-requests=100", "--output-len=2"],
+        *["--step-cost=0s", "--prompt-token-cost=0.5ms", "--input-len=100"],
+    )
+    simulation = Simulation(settings, make_plan(settings))
+    cluster = simulation.cluster
+    cluster.events.at(5.0, cluster.kill, cluster.of("prefill")[0])
+    cluster.events.at(5.0, cluster.start, "prefill")
+    assert simulation.run()["nodes"]["prefill"]["busy"]["mean"] == pytest.approx(0.5, abs=0.05)
+
+
 def test_results_depend_on_options_and_seed_alone() -> None:
     words = ["--rate=20", "--num-requests=60", "--input-len=lognormal:200:1", "--output-len=uniform:2:40", "--decode=2"]
     first, again, other = run(*words), run(*words), run(*words, "--seed=1")

@@ -102,6 +102,7 @@ class Node:
 
     Attributes:
         source: the node, as a source of events.
+        started_at: instant at which the node started, or took this role.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Node:
         self.kind: Role = role
         self.incarnation = incarnation
         self.source = events.new_source()
+        self.started_at = events.now()
         self.capacity = settings.capacities[role]
         self.clock: NodeClock = NodeClock(events) if previous is None else previous.clock
         self._slowness = 1.0  # factor of the duration of steps
