@@ -68,6 +68,7 @@ class FaultInjector:
             fault_every=options.fault_every_s,
             seed=options.seed,
         )
+        self._lone_roles = [role for role in ROLES if len(cluster.of(role)) == 1]
         self._is_hit: set[str] = set()  # the nodes that a fault hits now, by incarnation
         self.injected: Counter[str] = Counter()
         self._next()
@@ -79,9 +80,10 @@ class FaultInjector:
             events.background_after(max(planned.at_s - events.now(), 0.0), self._strike, planned)
 
     def _strike(self, planned: PlannedFault) -> None:
+        states = [self._state(node) for role in ROLES for node in self._cluster.of(role)]
         if not planned.kind.roles:
             self._vanish(planned)
-        elif target := choose_target(planned, [self._state(node) for role in ROLES for node in self._cluster.of(role)]):
+        elif target := choose_target(planned, states, self._lone_roles):
             self.injected[planned.kind.name] += 1
             self._is_hit.add(target)
             STRIKES[planned.kind.name](self, self._cluster.nodes[target], planned)

@@ -157,6 +157,14 @@ def assert_idle(simulated: Simulation) -> None:
             assert cluster.gateway.pool.router.load(node.incarnation) == 0
 
 
+def test_the_only_node_of_a_role_is_hit_too() -> None:
+    simulated = simulation("--num-requests=100", "--faults=drain,pause", "--fault-every=0.5")
+    found = simulated.run()
+    assert all(found["faults"]["injected"][name] > 0 for name in ("drain", "pause"))
+    assert found["requests"]["answered"] == 100
+    assert_idle(simulated)
+
+
 def test_a_seed_gives_the_same_faults_and_results() -> None:
     words = ["--prefill=3", "--decode=3", "--num-requests=50", "--rate=10", "--kill-every=2", EVERYTHING]
     first, again = simulation(*words).run(), simulation(*words).run()
