@@ -70,6 +70,22 @@ def test_scaled_lengths_keep_what_is_shared(tmp_path: Path) -> None:
     assert [planned.num_output for planned in plan] == [1, 1, 1]
 
 
+def test_the_last_hash_id_stands_for_the_rest_of_the_prompt(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 3000, "output_length": 5, "hash_ids": [1, 2]}
+    plan = replay_trace(read_trace(write(tmp_path / "t", row, row)), ReplayOptions(), np.random.default_rng(0))
+    assert plan[0].segments == ((segment_key(HASH, 1), 512), (segment_key(HASH, 2), 2488))
+    assert ideal_cached_tokens(plan) == [0, 2999]
+
+
+def test_a_scale_loses_no_token_of_a_long_prompt(tmp_path: Path) -> None:
+    """One of 100 hash ids stands for 1.48 tokens, all for 148."""
+    row = {"timestamp": 0, "input_length": 51_200, "output_length": 5, "hash_ids": list(range(100))}
+    replay = ReplayOptions(length_scale=0.0029)
+    plan = replay_trace(read_trace(write(tmp_path / "t", row, row)), replay, np.random.default_rng(0))
+    assert [length for _, length in plan[0].segments[:4]] == [1, 2, 1, 2]  # up to 1.48, 2.97, 4.45 and 5.94
+    assert ideal_cached_tokens(plan) == [0, 147]
+
+
 def test_outputs_have_a_scale_of_their_own(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path / "t", *MOONCAKE))
     both = replay_trace(trace, ReplayOptions(length_scale=0.1), np.random.default_rng(0))

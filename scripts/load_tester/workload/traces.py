@@ -324,9 +324,8 @@ def _planned(number: int, row: TraceRow, at: float, trace: Trace, replay: Replay
     num_input = _scaled(row.num_input, replay.length_scale, replay.max_input) if row.num_input else 0
     output_scale = replay.length_scale if replay.output_scale is None else replay.output_scale
     num_output = _scaled(row.num_output, output_scale, replay.max_output, "--output-scale")
-    size = max(1, round(trace.segment_tokens * replay.length_scale))
     extra = row.extra or None
-    segments = _segments(number, num_input, row.hash_ids, size)
+    segments = _segments(number, num_input, row.hash_ids, trace.segment_tokens * replay.length_scale)
     tenant = _text(row.extra.get("user"))
     return PlannedRequest(
         number, at, segments, num_output, row.class_name, tenant, extra=extra, **_priority_fields(row.extra)
@@ -350,15 +349,13 @@ def _scaled(length: int, scale: float, most: int | None, flag: str = "--length-s
     return round(scaled if most is None else min(scaled, most))
 
 
-def _segments(number: int, num_input: int, hash_ids: tuple[int, ...], size: int) -> tuple[Segment, ...]:
-    """Segments of a prompt: ``size`` tokens for each hash id, and the rest of ``num_input``."""
-    segments: list[Segment] = []
-    left = num_input
-    for hash_id in hash_ids:
-        if left <= 0:
-            break
-        segments.append((segment_key(HASH, hash_id), size if left > size else left))
-        left -= size
-    if left > 0:
-        segments.append((segment_key(UNIQUE, number), left))
-    return tuple(segments)
+def _segments(number: int, num_input: int, hash_ids: tuple[int, ...], size: float) -> tuple[Segment, ...]:
+    """Segments of a prompt: ``size`` tokens on average for each hash id, and the rest of ``num_input`` for the last.
+
+    Ends are rounded and not lengths, so that no tokens are lost, and equal prefixes have equal segments.
+    """
+    if not hash_ids:
+        return ((segment_key(UNIQUE, number), num_input),) if num_input else ()
+    ends = [min(round(size * count), num_input) for count in range(len(hash_ids))] + [num_input]
+    pairs = zip(hash_ids, itertools.pairwise(ends), strict=True)
+    return tuple((segment_key(HASH, hash_id), end - begin) for hash_id, (begin, end) in pairs if end > begin)
