@@ -85,7 +85,11 @@ class LoadOptions:
         None, "Replay a trace: Mooncake, Azure, BurstGPT or Qwen-Bailian; or your own requests as JSON lines."
     )
     trace_unit: Literal["auto", "s", "ms", "us"] = option("auto", "Unit of the trace's timestamps.")
-    trace_window: str | None = option(None, "Replay only this part, in seconds of the trace.", metavar="FROM:TO")
+    trace_window: str | None = option(
+        None,
+        "Replay only this part, in seconds of the trace; without timestamps, in numbers of its requests, from 0.",
+        metavar="FROM:TO",
+    )
     trace_jitter: bool = option(False, "Spread requests of one tick of the trace's clock evenly over the tick.")
     time_scale: float = option(
         1.0, "Seconds of replay per second of the trace: 0.1 replays it ten times as fast.", minimum=1e-9
@@ -136,14 +140,14 @@ class LoadOptions:
 
     @property
     def window(self) -> tuple[float, float]:
-        """First and last second of the trace to replay."""
+        """First and last second of the trace to replay; without timestamps, numbers of its requests."""
         try:
             begin, _, end = (self.trace_window or "0:").partition(":")
             found = (float(begin or 0), float(end) if end else float("inf"))
         except ValueError:
             found = (1.0, 0.0)
         if not 0 <= found[0] < found[1]:
-            raise ConfigError(f"--trace-window must be FROM:TO in seconds, not {self.trace_window!r}")
+            raise ConfigError(f"--trace-window must be FROM:TO, such as 60:120, not {self.trace_window!r}")
         return found
 
 

@@ -290,8 +290,7 @@ def load_of(trace: str, options: Options) -> dict[str, Any]:
         }
     path, _, window = trace.partition("@")
     found = read_trace(path)
-    low, high = LoadOptions(trace_window=window or None).window
-    rows = [row for row in found.rows if low <= (row.at or 0.0) < high][: options.num_requests]
+    rows = found.within(LoadOptions(trace_window=window or None).window)[: options.num_requests]
     if not rows:
         raise BatonError(f"--trace {trace}: no request of the trace is in this window")
     return slos | {

@@ -121,17 +121,16 @@ def _trace_plan(config: LoadOptions, trace: Trace, classes: dict[str, RequestCla
         names = make_rng(config.seed, SAMPLING, TENANT).integers(0, config.tenants, len(plan))
         for planned, number in zip(plan, names.tolist(), strict=True):
             planned.tenant = planned.tenant or f"tenant-{number}"
-    needs_times = config.trace_window or config.trace_jitter or config.time_scale != 1 or config.trace_unit != "auto"
+    needs_times = config.trace_jitter or config.time_scale != 1 or config.trace_unit != "auto"
     if needs_times and not trace.has_times:
-        raise ConfigError("--trace-unit, --trace-window, --trace-jitter and --time-scale need a trace with timestamps")
+        raise ConfigError("--trace-unit, --trace-jitter and --time-scale need a trace with timestamps")
     if trace.has_times and config.arrival != "poisson":
         raise ConfigError("--arrival has no effect: this trace has its own instants; leave it out")
     if config.concurrency or not trace.has_times:
         return _retimed(config, plan, trace.notes, classes)
     if not plan:
         raise NoArrivals("no request of the trace comes within --duration")
-    low, high = config.window
-    in_window = sum(low <= (row.at or 0.0) < high for row in trace.rows)
+    in_window = len(trace.within(config.window))
     wanted = min(in_window, config.num_requests or in_window)
     length = config.duration_s if len(plan) < wanted else plan[-1].at
     return Plan(

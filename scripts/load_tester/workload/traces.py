@@ -65,6 +65,12 @@ class Trace:
     def has_times(self) -> bool:
         return bool(self.unit)
 
+    def within(self, window: tuple[float, float]) -> list[TraceRow]:
+        """The rows of a window: first and last second; without timestamps, numbers of rows."""
+        low, high = window
+        numbered = enumerate(self.rows)
+        return [row for number, row in numbered if low <= (number if row.at is None else row.at) < high]
+
 
 def read_trace(path: str, unit: str = "auto") -> Trace:
     """Read a file of any known format.
@@ -236,7 +242,7 @@ class ReplayOptions:
     """How a trace is replayed.
 
     Attributes:
-        window: first and last second of the trace to replay.
+        window: part of the trace to replay, as in ``Trace.within``.
         time_scale: seconds of replay per second of the trace; None to reach ``mean_rate``.
         has_jitter: whether to spread requests of one tick over the tick.
         output_scale: of outputs; None for ``length_scale``.
@@ -261,8 +267,7 @@ def replay_trace(trace: Trace, replay: ReplayOptions, rng: np.random.Generator) 
     Raises ConfigError: the window has no request, or the replay is too long.
     """
     low, high = replay.window
-    rows = [row for row in trace.rows if not trace.has_times or low <= (row.at or 0.0) < high]
-    rows = rows[: replay.max_requests]
+    rows = trace.within(replay.window)[: replay.max_requests]
     if not rows:
         raise ConfigError(f"--trace-window {low:g}:{high:g} contains no request of the trace")
     at = np.array([row.at or 0.0 for row in rows]) - (low if trace.has_times else 0.0)

@@ -1,5 +1,6 @@
 """Windows of a load: stretches of a trace, or seeds of a drawn load, that are simulated one by one."""
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -19,18 +20,24 @@ def windows_of(config: SimulateConfig, *, num_windows: int, num_requests: int) -
     config = config.without_plan()
     each = max(1, num_requests // num_windows)
     trace = trace_of(config)
-    if trace is None or not trace.has_times:
-        return _drawn(config, num_windows, each)
-    low, high = config.window
-    instants = [row.at or 0.0 for row in trace.rows if low <= (row.at or 0.0) < high]
-    if not instants or instants[-1] <= instants[0]:
+    if trace is None:
+        return [_drawn(config, number, each) for number in range(num_windows)]
+    rows = trace.within(config.window)
+    if not rows or (trace.has_times and rows[0].at == rows[-1].at):
         raise ConfigError("--trace needs requests at different instants: check it, and --trace-window")
+    each = min(each, max(1, len(rows) // num_windows))
+    last = len(rows) - each
+    firsts = sorted({last * number // max(1, num_windows - 1) for number in range(num_windows)})
+    if not trace.has_times:
+        low = math.ceil(config.window[0])
+        return [
+            replace(_drawn(config, number, each), trace_window=f"{low + first}:{low + first + each}")
+            for number, first in enumerate(firsts)
+        ]
+    instants = [row.at or 0.0 for row in rows]
     scale = config.time_scale
     if config.rate is not None:
         scale = (len(instants) - 1) / (instants[-1] - instants[0]) / _rate(config)
-    each = min(each, max(1, len(instants) // num_windows))
-    last = len(instants) - each
-    firsts = sorted({last * number // max(1, num_windows - 1) for number in range(num_windows)})
     found = []
     for number, first in enumerate(firsts):
         begin = instants[first]
@@ -58,13 +65,13 @@ def trace_of(config: SimulateConfig) -> Trace | None:
 _read_once = lru_cache(maxsize=1)(read_trace)
 
 
-def _drawn(config: SimulateConfig, num_windows: int, each: int) -> list[SimulateConfig]:
+def _drawn(config: SimulateConfig, number: int, each: int) -> SimulateConfig:
+    """A window whose requests come at drawn instants."""
     rate = _rate(config)
-    return [
-        replace(config, rate=f"{rate!r}", num_requests=each, duration=None, seed=config.seed + number,
-                warmup=f"{WARMUP_SHARE * each / rate:.6f}")
-        for number in range(num_windows)
-    ]  # fmt: skip
+    return replace(
+        config, rate=f"{rate!r}", num_requests=each, duration=None, seed=config.seed + number,
+        warmup=f"{WARMUP_SHARE * each / rate:.6f}",
+    )  # fmt: skip
 
 
 def _rate(config: SimulateConfig) -> float:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -84,6 +85,16 @@ def test_a_trace_without_timestamps_comes_at_a_drawn_pace(tmp_path: Path) -> Non
     windows = windows_of(config("--plan", f"--trace={file}", "--slo-ttft=1"), num_windows=3, num_requests=90)
     slow, fast = (make_plan(scaled(windows[0], factor)) for factor in (1.0, 2.0))
     assert fast.seconds == pytest.approx((slow.seconds or 0.0) / 2)
+
+
+def test_windows_of_a_trace_without_timestamps_are_spread_over_it_too(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(json.dumps({"input_length": 1 + number, "output_length": 2}) for number in range(90)))
+    options = config("--plan", f"--trace={file}", "--slo-ttft=1")
+    for part, firsts in (None, [0, 35, 70]), ("10:", [10, 40, 70]):
+        windows = windows_of(replace(options, trace_window=part), num_windows=3, num_requests=60)
+        lengths = [[one.num_input - 1 for (one,) in make_plan(window).sessions] for window in windows]
+        assert lengths == [list(range(first, first + 20)) for first in firsts]
 
 
 def test_estimates_follow_from_tokens_and_costs() -> None:
