@@ -66,6 +66,16 @@ def test_a_search_ends_where_no_request_arrives() -> None:
     assert found.why == "at 0.125/s no request arrives within --duration"
 
 
+def test_a_later_try_in_which_no_request_arrives_counts_for_nothing() -> None:
+    def run(rate: float, number: int) -> Report:
+        if number == 1:
+            raise NoArrivals
+        return counted(9, 10)
+
+    point = measure(run, 0.5, 0.9)
+    assert (point.good, point.count, point.holds, len(point.reports)) == (18, 20, True, 2)
+
+
 def test_an_unclear_rate_is_tried_again_and_counts_add_up() -> None:
     point = measure(lambda *_: counted(9, 10), 1.0, 0.9)
     assert (point.good, point.count, point.holds, point.is_sure, len(point.reports)) == (27, 30, True, False, 3)

@@ -144,11 +144,19 @@ def find_goodput(run: Run, start: float, target: float, steps: int) -> SearchRes
 
 
 def measure(run: Run, rate: float, target: float) -> RatePoint:
-    """Run at a rate until it is certain whether it holds, or ``MAX_TRIES`` is reached."""
+    """Run at a rate until it is certain whether it holds, or ``MAX_TRIES`` is reached.
+
+    Raises NoArrivals: no request arrives in the first try. A later one counts for nothing then.
+    """
     point = RatePoint(rate)
     num_invalid = 0
     for number in range(MAX_TRIES):
-        report = run(rate, number)
+        try:
+            report = run(rate, number)
+        except NoArrivals:
+            if not point.reports:
+                raise
+            continue
         point.reports.append(report)
         if report.reasons:
             num_invalid += 1
