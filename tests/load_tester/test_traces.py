@@ -208,6 +208,14 @@ def test_a_users_own_requests_keep_their_fields_and_need_no_clock(tmp_path: Path
         make_plan(LoadtestConfig(trace=path, trace_unit="ms"))
 
 
+def test_a_users_own_requests_may_have_hash_ids_of_512_tokens(tmp_path: Path) -> None:
+    rows = [{"at": at, "class": "x", "input_length": 600, "output_length": 5, "hash_ids": [1, 2 + at]} for at in (0, 1)]
+    trace = read_trace(write(tmp_path / "t", *rows))
+    assert (trace.format, trace.unit, trace.rows[1].class_name) == ("own", "s", "x")
+    plan = replay_trace(trace, ReplayOptions(), np.random.default_rng(0))
+    assert ideal_cached_tokens(plan) == [0, 512]
+
+
 def test_a_trace_with_timestamps_has_its_own_arrivals(tmp_path: Path) -> None:
     path = write(tmp_path / "t", *MOONCAKE)
     with pytest.raises(ConfigError, match="--arrival has no effect"):

@@ -160,16 +160,19 @@ def _json_lines(lines: Iterable[str], path: str) -> tuple[str, int, list[TraceRo
 def _json_format(content: dict[str, Any]) -> tuple[str, int]:
     if "hash_ids" in content and "chat_id" in content:
         return "Qwen-Bailian", QWEN_TOKENS
-    if "hash_ids" in content:
+    if "hash_ids" in content and "timestamp" in content:
         return "Mooncake", MOONCAKE_TOKENS
     return "own", MOONCAKE_TOKENS
 
 
 def _hash_row(content: dict[str, Any], name: str) -> TraceRow:
     class_name = _text(content.get("type")) if name == "Qwen-Bailian" else ""
-    ids = tuple(int(hash_id) for hash_id in content.get("hash_ids") or ())
     counts = _length(content["input_length"]), _length(content["output_length"])
-    return TraceRow(float(content["timestamp"]), *counts, ids, class_name)
+    return TraceRow(float(content["timestamp"]), *counts, _hash_ids(content), class_name)
+
+
+def _hash_ids(content: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(int(hash_id) for hash_id in content.get("hash_ids") or ())
 
 
 def _length(value: Any) -> int:
@@ -188,7 +191,7 @@ OWN_FIELDS = ("at", "timestamp", "input_length", "output_length", "class", "hash
 
 
 def _own_row(content: dict[str, Any]) -> TraceRow:
-    """``at`` (seconds), ``class``, ``input_length``, ``output_length``; other fields go into the body as they are."""
+    """Parse a line of the user's own; fields other than ``OWN_FIELDS`` go into the body as they are."""
     extra = {name: value for name, value in content.items() if name not in OWN_FIELDS}
     at = content.get("at", content.get("timestamp"))
     prompt = extra.get("prompt")
@@ -199,7 +202,9 @@ def _own_row(content: dict[str, Any]) -> TraceRow:
     if not num_input and "prompt" not in extra and "messages" not in extra:
         raise ValueError("neither prompt nor messages nor input_length")
     class_name = _text(content.get("class"))
-    return TraceRow(None if at is None else float(at), num_input, num_output or 32, (), class_name, extra)
+    return TraceRow(
+        None if at is None else float(at), num_input, num_output or 32, _hash_ids(content), class_name, extra
+    )
 
 
 def _csv(lines: Iterable[str], path: str) -> tuple[str, int, list[TraceRow]]:
