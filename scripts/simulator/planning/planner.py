@@ -260,4 +260,7 @@ class Planner:
             for tp in own.prefill_tps
         ):
             return "prompts take longer than --slo-ttft even alone on a node: raise it, or take faster hardware"
-        return "a decode step takes longer than --slo-itl even with one request: raise it, or take faster hardware"
+        return (
+            "a decode step takes longer than --slo-itl or --slo-tpot even with one request: raise it, or take faster "
+            "hardware"
+        )

@@ -245,8 +245,10 @@ def test_nothing_holds_an_impossible_objective(trace: Path, capsys: pytest.Captu
     words = [f"--trace={trace}", *COSTS, "--plan-windows=3", "--plan-processes=1"]
     assert main(["--plan", *words, "--slo-ttft=10ms"]) == 1
     assert "prompts take longer than --slo-ttft even alone" in capsys.readouterr().out.replace("\n            ", " ")
-    assert main(["--plan", *words, "--slo-itl=5ms"]) == 1
-    assert "a decode step takes longer than --slo-itl" in capsys.readouterr().out.replace("\n            ", " ")
+    for flag in ("--slo-itl", "--slo-tpot"):
+        assert main(["--plan", *words, f"{flag}=5ms"]) == 1
+        reason = "a decode step takes longer than --slo-itl or --slo-tpot even with one request"
+        assert reason in capsys.readouterr().out.replace("\n            ", " ")
 
 
 def test_windows_of_a_single_burst_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
