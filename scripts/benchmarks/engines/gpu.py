@@ -28,7 +28,7 @@ from scripts.benchmarks.engines.overlap import measure_overlap
 from scripts.benchmarks.harness.options import TRANSPORTS, comma_separated
 
 SHORTEST = (
-    "--device=cpu", "--dtype=float32", "--shapes=tiny", "--prompts=16,32", "--batches=1,2", "--contexts=16,32",
+    "--device=cpu", "--dtype=float32", "--shapes=tiny", "--prompts=32,16", "--batches=2,1", "--contexts=16,32",
     "--num-steps=2", "--rounds=1", "--transports=shm", "--transfer-pages=4", "--parts=kernels,steps,overlap,transfers",
     "--seconds=100",
 )  # fmt: skip
@@ -122,7 +122,7 @@ class GpuBenchmark:
 
     def _kernels(self) -> Iterator[Item]:
         options, shapes = self._options, self._options.shapes
-        for num_tokens in (options.batches[-1], options.prompts[-1]):
+        for num_tokens in (max(options.batches), max(options.prompts)):
             for shape in shapes:
                 yield self._operations_item(shape, num_tokens)
         has_flash_attn = self._device.is_cuda and find_spec("flash_attn") is not None
@@ -168,7 +168,7 @@ class GpuBenchmark:
     def _steps_of(self, shape: str) -> str:
         options, config = self._options, steps.SHAPES[shape]
         num_tokens = steps.pool_tokens(options.batches, options.contexts, options.prompts, options.num_steps)
-        executor = steps.random_executor(config, self._device, num_tokens=num_tokens, num_slots=options.batches[-1])
+        executor = steps.random_executor(config, self._device, num_tokens=num_tokens, num_slots=max(options.batches))
         try:
             if self._device.is_cuda:
                 steps.capture_graphs(executor, options.batches)
@@ -228,7 +228,7 @@ class GpuBenchmark:
         num_steps = 4 * self._options.num_steps
         num_tokens = steps.pool_tokens(batches, [context], [], num_steps)
         config = steps.SHAPES[shape]
-        executor = steps.random_executor(config, self._device, num_tokens=num_tokens, num_slots=batches[-1])
+        executor = steps.random_executor(config, self._device, num_tokens=num_tokens, num_slots=max(batches))
         try:
             for has_graphs in (False, True) if self._device.is_cuda else (False,):
                 if has_graphs:
