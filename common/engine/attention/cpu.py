@@ -31,8 +31,9 @@ from common.engine.cpu.kernels import (
 )
 from common.engine.kv_pool import PAGE_DTYPES, KVPool, LayerKV
 
-#: New tokens from which on matrix instructions or flash attention are faster for a row.
-LONG_EXTEND = 32
+#: New tokens from which on matrix instructions or flash attention are faster for a row; without such instructions,
+#: queries of a group from which on ``long_attention`` is.
+LONG_EXTEND, LONG_QUERIES = 32, 32
 NEVER = 1 << 62
 NO_WINDOW = 2**31 - 1
 #: The fewest and the most new tokens of a long row in one unit of work for a thread.
@@ -59,7 +60,11 @@ class CpuAttention:
         self.group = num_heads // self.num_groups
         self.has_long_attention = _has_long_attention(pool.layout, kernels)
         #: New tokens from which on a row is long.
-        self.long_extend = NEVER if _has_int8_attention(pool.layout, kernels) else LONG_EXTEND
+        self.long_extend = LONG_EXTEND
+        if _has_int8_attention(pool.layout, kernels):
+            self.long_extend = NEVER
+        elif self.has_long_attention and not kernels.has_bfloat16_dot:
+            self.long_extend = -(-LONG_QUERIES // self.group)
 
     def prepare(self, batch: StepBatch) -> "CpuStep":
         return CpuStep(self, batch)

@@ -219,8 +219,10 @@ class Kernels:
         self.linear_dtypes = [dtype for dtype, number in DTYPES.items() if library.baton_can_multiply(number)]
         #: Whether ``long_attention`` computes anything: it needs what the products need.
         self.has_long_attention = torch.bfloat16 in self.linear_dtypes
-        #: Whether the processor has a dot product of pairs of 16-bit integers, for attention to pages of int8.
-        self.has_int8_dot = bool(library.baton_has_dots(DTYPES[torch.int8]))
+        #: Whether the processor has a dot product of pairs of numbers, for attention to pages of bfloat16 and of int8.
+        self.has_bfloat16_dot, self.has_int8_dot = (
+            bool(library.baton_has_dots(DTYPES[dtype])) for dtype in (torch.bfloat16, torch.int8)
+        )
         #: Whether ``linear_quantized`` computes anything.
         self.has_quantized_linear = bool(library.baton_can_multiply_quantized())
 
