@@ -42,8 +42,8 @@ NUM_THREADS = 2
 MAX_CHECKED = 256
 #: Grammars that wait for a thread or are on one; for further ones the client gets 429.
 MAX_PENDING = 64
-#: Parts of a refused schema that are compiled to find the place of the error, and their bytes in all.
-MAX_PARTS, MAX_PARTS_BYTES = 256, 4 << 20
+#: Processor time for which the parts of a refused schema are compiled to find the place of the error.
+PLACE_S = 1.0
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag", "lark"]
 
@@ -400,15 +400,13 @@ _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "conta
 def _place(schema: Mapping[str, Any], problem: str) -> str:
     """Return the path of the innermost part of a schema that has the same problem, such as ``.properties.age``."""
     shared = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
-    reason, path, num_tried, num_bytes = _reason(problem), "", 0, 0
+    reason, path, until = _reason(problem), "", time.thread_time() + PLACE_S
     part: Mapping[str, Any] = schema
     while True:
         for step, child in _parts(part):
-            lark = _lark_of({**shared, **child})
-            num_tried, num_bytes = num_tried + 1, num_bytes + len(lark)
-            if num_tried > MAX_PARTS or num_bytes > MAX_PARTS_BYTES:
+            if time.thread_time() >= until:
                 return path
-            if _reason(_problem(lark)) == reason:
+            if _reason(_problem(_lark_of({**shared, **child}))) == reason:
                 path, part = path + step, child
                 break
         else:

@@ -164,6 +164,12 @@ def test_an_error_names_the_field_and_the_place(kind: Kind, value: Any, param: s
     assert caught.value.message.startswith(f"{param}: ")
 
 
+def test_the_place_of_an_error_is_sought_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.requests.input.structured_output.PLACE_S", 0.0)
+    with pytest.raises(RequestError, match="field: cannot be compiled: Invalid type: foo"):
+        to_lark(StructuredOutput("field", "json_schema", {"properties": {"a": {"type": "foo"}}}))
+
+
 async def test_large_and_deep_values_are_refused(checker: GrammarChecker) -> None:
     for kind, value, words in (
         ("regex", "a" * 300_000, "300000 bytes"),
