@@ -103,7 +103,7 @@ class ApiKeyFile:
             content = tomllib.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self._flag} cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:  # a number of thousands of digits is no TOMLDecodeError
             raise ConfigError(f"{self._flag} is not valid TOML: {error}") from None
         except RecursionError:
             raise ConfigError(f"{self._flag} is not valid TOML: it is nested too deeply") from None
@@ -141,13 +141,16 @@ class ApiKeyFile:
                 continue
             try:
                 content = await asyncio.to_thread(self.read)
-            except ConfigError as error:
-                if is_changed or str(error) != problem:
-                    log.error("%s; the keys read before stay valid", error)
-                problem = str(error)
+                on_change(content)
+            except (
+                Exception
+            ) as error:  # also of a thread that cannot be started: keys that are taken back must be noticed
+                reason = str(error) if isinstance(error, ConfigError) else f"{self._flag} cannot be read: {error}"
+                if is_changed or reason != problem:
+                    log.error("%s; the keys read before stay valid", reason)
+                problem = reason
             else:
                 problem = ""
-                on_change(content)
                 log.info("%s has changed: %d keys are valid", self._flag, len(content.keys))
 
     def _has_changed(self) -> bool:
