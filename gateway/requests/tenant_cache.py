@@ -13,7 +13,8 @@ Entry = tuple[Value, int, float]
 class TenantCache(Generic[Key, Value]):
     """Values by keys that begin with the tenant.
 
-    If there are too many, the tenant whose values take the most bytes loses the ones that it has not used for longest.
+    If there are too many, the tenant that has most of them loses those that it has not used for longest; if they take
+    too many bytes, the tenant whose values take most.
 
     Args:
         max_values: 0 keeps nothing.
@@ -25,7 +26,8 @@ class TenantCache(Generic[Key, Value]):
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._entries: OrderedDict[Key, Entry[Value]] = OrderedDict()  # the least recently used first
-        self._num_bytes: Counter[str] = Counter()  # by tenant
+        self._num_values: Counter[str] = Counter()  # by tenant
+        self._num_bytes: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -60,13 +62,20 @@ class TenantCache(Generic[Key, Value]):
         """Adds a value that ``fits``, in place of any other with its key. ``shrink`` must follow."""
         self.drop(key)
         self._entries[key] = value, num_bytes, now
+        self._num_values[key[0]] += 1
         self._num_bytes[key[0]] += num_bytes
 
     def shrink(self) -> None:
         """Drops values until the others are within the limits."""
-        while len(self._entries) > self._max_values or self.num_bytes > self._max_bytes:
-            heaviest = max(self._num_bytes, key=lambda tenant: self._num_bytes[tenant])
-            self.drop(next(key for key in self._entries if key[0] == heaviest))
+        while len(self._entries) > self._max_values:
+            self._drop_of_largest(self._num_values)
+        while self.num_bytes > self._max_bytes:
+            self._drop_of_largest(self._num_bytes)
+
+    def _drop_of_largest(self, amounts: Counter[str]) -> None:
+        """Drops the value that the tenant with the largest amount has not used for longest."""
+        [(largest, _)] = amounts.most_common(1)
+        self.drop(next(key for key in self._entries if key[0] == largest))
 
     def expire(self, now: float) -> None:
         """Drops the values that have not been used for too long."""
@@ -81,16 +90,17 @@ class TenantCache(Generic[Key, Value]):
         if key not in self._entries:
             return False
         _, num_bytes, _ = self._entries.pop(key)
+        self._num_values[key[0]] -= 1
         self._num_bytes[key[0]] -= num_bytes
-        if not self._num_bytes[key[0]]:
-            del self._num_bytes[key[0]]
+        if not self._num_values[key[0]]:
+            del self._num_values[key[0]], self._num_bytes[key[0]]
         return True
 
     def check(self) -> None:
-        """Recounts the bytes. Raises AssertionError."""
-        counted: Counter[str] = Counter()
+        """Recounts values and bytes. Raises AssertionError."""
+        num_values, counted = Counter(key[0] for key in self._entries), Counter[str]()
         for key, (_, num_bytes, _) in self._entries.items():
             counted[key[0]] += num_bytes
-        assert counted == self._num_bytes, (counted, self._num_bytes)
+        assert (num_values, counted) == (self._num_values, self._num_bytes)
         assert len(self._entries) <= self._max_values
         assert self.num_bytes <= self._max_bytes

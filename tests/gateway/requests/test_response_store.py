@@ -99,6 +99,23 @@ def test_a_tenant_displaces_its_own_responses_and_not_those_of_others():
     assert has(store, "busy", "b8")
 
 
+def test_many_small_responses_of_a_tenant_displace_no_large_one_of_another():
+    store = make_store(max_responses=3)
+    store.add("quiet", response("q", size=1_000), 0.0)
+    for i in range(9):
+        store.add("busy", response(f"b{i}", size=1), 1.0 + i)
+    assert has(store, "quiet", "q")
+
+
+def test_large_responses_of_a_tenant_displace_no_small_ones_of_another():
+    store = make_store(max_bytes=2_000)
+    for i in range(5):
+        store.add("quiet", response(f"q{i}"), 0.0)
+    for i in range(5):
+        store.add("busy", response(f"b{i}", size=900), 1.0 + i)
+    assert all(has(store, "quiet", f"q{i}") for i in range(5))
+
+
 def test_a_response_expires_after_its_last_use():
     store = make_store(max_age_s=10.0)
     store.add("", response("a"), 0.0)
