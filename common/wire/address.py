@@ -9,6 +9,7 @@ from common.errors import ConfigError, reason_of
 
 _ZONE = re.compile(r"%.*[^A-Za-z0-9_.-]")  # of an IPv6 address, which zmq would not take
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}")
+_PORT = re.compile(r"[0-9]{1,5}")
 
 
 def is_loopback(host: str) -> bool:
@@ -45,7 +46,7 @@ def is_host(text: str) -> bool:
 def host_and_port(text: str, flag: str) -> tuple[str, int]:
     """Split ``host:port`` or ``[v6]:port``. Raises ConfigError: ``text`` is neither; the message names ``flag``."""
     host, _, port = text.rpartition(":")
-    if not is_host(host) or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
+    if not is_host(host) or _PORT.fullmatch(port) is None or not 0 < int(port) < 65536:
         raise ConfigError(f"{flag} must be HOST:PORT, not {text!r}")
     return host.strip("[]"), int(port)
 

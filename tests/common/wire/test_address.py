@@ -33,6 +33,7 @@ def test_names_and_addresses_with_a_port_are_taken(text: str, expected: tuple[st
         ":80",
         "host:0",
         "host:65536",
+        "host:" + "1" * 5_000,
         "http://10.0.0.1:8001",
         "*:8001",
         "a b:80",
