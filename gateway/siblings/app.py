@@ -59,7 +59,7 @@ def _combine(scope: Scope, answers: Mapping[int, WholeAnswer]) -> bytes:
     path = scope["path"]
     if path == METRICS:
         return combine_metrics({i: answer.body.decode() for i, answer in answers.items()}).encode()
-    limits = parse_qs(scope["query_string"]).get(b"limit")
+    limits = parse_qs(scope["query_string"].decode("latin-1")).get("limit")
     default = REQUESTS if path == "/v1/requests" else DECISIONS
     limit = int(float(limits[-1])) if limits else default  # the application has taken it, which takes 5.0 too
     return COMBINED[scope["method"], path]([answer.body for answer in answers.values()], limit)

@@ -119,7 +119,7 @@ def combine_metrics(pages: Mapping[int, str]) -> str:
     families: dict[str, tuple[list[str], list[str]]] = {}
     for number, (index, page) in enumerate(pages.items()):
         name = ""
-        for line in page.splitlines():
+        for line in page.split("\n"):  # a label may have other ends of lines
             if line.startswith("#"):
                 name = line.split(" ", 3)[2]
                 head, _ = families.setdefault(name, ([], []))

@@ -24,7 +24,7 @@ a_total 4.0
 baton_nodes{role="decode"} 1.0
 # HELP b B.
 # TYPE b gauge
-b{x="a b"} 1.0
+b{x="a b\u2028c"} 1.0
 """,
 }
 
@@ -49,7 +49,7 @@ h_seconds_bucket{gateway="1",le="1.0",model="m"} 1.0
 h_seconds_count{gateway="1",model="m"} 1.0
 # HELP b B.
 # TYPE b gauge
-b{gateway="0",x="a b"} 1.0
+b{gateway="0",x="a b\u2028c"} 1.0
 """
     )
 

@@ -362,6 +362,7 @@ async def test_a_gateway_that_stops_before_it_takes_clients_lets_go_of_the_socke
 async def test_a_group_takes_each_limit_that_one_gateway_takes(folder: Path) -> None:
     async with siblings(folder) as (first, _):
         assert await first.get("/v1/requests?limit=1.0") == (200, {"requests": []})
+        assert await first.get("/v1/requests?limit=1&x=%C3%A9") == (200, {"requests": []})
 
 
 async def test_a_sibling_needs_the_key_of_the_client(folder: Path) -> None:
