@@ -185,7 +185,10 @@ class Qwen3CoderFormat(ToolFormat):
 
 
 def _function_rules(i: int, tool: Tool, *, required: bool) -> list[str]:
-    """The rule of a function, from its name, and those of its parameters."""
+    """The rule of a function, from its name, and those of its parameters.
+
+    Raises RequestError: the parser could not read the name of a property.
+    """
     properties = tool.parameters.get("properties")
     head = grammar.literal(f"{tool.name}>\n")
     if not isinstance(properties, dict) or not (tool.is_strict or required):
@@ -195,6 +198,9 @@ def _function_rules(i: int, tool: Tool, *, required: bool) -> list[str]:
     parts: list[str] = []
     rules: list[str] = []
     for j, (name, schema) in enumerate(properties.items()):
+        if not name or name != name.strip() or not _NAME.fullmatch(name):
+            message = f"{tool.name} cannot be called with its property {name[:100]!r}"
+            raise refuse(f"{message}: this model needs names without '>', line breaks and outer whitespace", "tools")
         parts.append(f"parameter_{i}_{j}{'' if name in needed else '?'}")
         begin = grammar.literal(f"<parameter={name}>\n")
         rules.append(f'parameter_{i}_{j}: {begin} value_{i}_{j} "\\n"')

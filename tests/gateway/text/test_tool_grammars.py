@@ -180,12 +180,18 @@ def test_definitions_that_many_parameters_refer_to_are_refused():
         FORMATS["qwen3-coder"].grammar([Tool("f", "", parameters)], parallel=True, required=True)
 
 
-@pytest.mark.parametrize("name", ["$filter", "a b", "a=", ""])
-def test_a_property_whose_name_cannot_be_read_is_refused_in_an_enforced_call(name):
+@pytest.mark.parametrize(
+    ("model_format", "name"),
+    [
+        *[("pythonic", name) for name in ("$filter", "a b", "a=", "")],
+        *[("qwen3-coder", name) for name in ("a>b", " a", "a\nb", "a\n", "")],
+    ],
+)
+def test_a_property_whose_name_cannot_be_read_is_refused_in_an_enforced_call(model_format, name):
     tool = Tool("find", "", {"type": "object", "properties": {"a-b.ü": {"type": "string"}, name: {"type": "string"}}})
     with pytest.raises(RequestError, match=re.escape(f"tools: find cannot be called with its property {name!r}")):
-        FORMATS["pythonic"].grammar([tool], parallel=True, required=True)
-    assert FORMATS["pythonic"].grammar([tool], parallel=True, required=False)
+        FORMATS[model_format].grammar([tool], parallel=True, required=True)
+    assert FORMATS[model_format].grammar([tool], parallel=True, required=False)
 
 
 @both
