@@ -301,7 +301,7 @@ class OutputStream(msgspec.Struct, eq=False):
         return len(tokens)
 
     def _show_parsed(self, detokenizer: Detokenizer, parser: OutputParser, tokens: tuple[int, ...]) -> int:
-        """As ``_show``, for an output with a parser. No stop string reaches across a marker."""
+        """As ``_show``, for an output with a parser. A marker may be a stop string, and none reaches across one."""
         assert self.request.output_format is not None
         markers, stops = self.request.output_format.markers, self._stops
         for i, token in enumerate(tokens):
@@ -312,13 +312,16 @@ class OutputStream(msgspec.Struct, eq=False):
                 text = stops.push(text)
                 if stops.matched is None and marker is not None:
                     text += stops.flush()
+                    if marker in self.request.stops:
+                        self.matched = marker
             self._add(text)
+            is_marker_shown = marker is not None and (self.matched is None or self.request.keep_stop)
             if stops is not None and stops.matched is not None:
-                self.matched = stops.matched
-            elif marker is not None:
+                self.matched, is_marker_shown = stops.matched, False
+            if marker is not None and is_marker_shown:
                 self._text.append(marker)
                 self.pieces += parser.push(marker, token)
-            if text or (marker is not None and self.matched is None):
+            if text or is_marker_shown:
                 self._num_shown = len(self.ids) + i + 1
             self._assign_tokens(num_pieces)
             if self.matched is not None:

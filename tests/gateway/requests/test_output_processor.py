@@ -16,6 +16,7 @@ from gateway.requests.input.generate_request import GenerateRequest
 from gateway.requests.output_processor import MAX_REPORTS, OutputStream, StageReport
 from gateway.text.detokenizer import ByteDetokenizer
 from gateway.text.output_parser import OutputFormat, TextParser
+from gateway.text.reasoning_parsers import reasoning_format
 from gateway.text.tokenizer import Tokenizer
 
 TEXT = Tokenizer(make_tokenizer())
@@ -247,3 +248,28 @@ def test_the_tokens_of_a_part_are_those_that_are_shown(
     assert [span[1:] for span in stream.text_spans] == spans
     assert stream.num_reasoning_tokens == num_reasoning
     assert (stream.ids, stream.finish) == (list(tokens), "stop")
+
+
+@pytest.mark.parametrize("min_tokens", [0, 3])
+@pytest.mark.parametrize("keeps_stop", [False, True])
+def test_a_marker_that_is_a_stop_string_ends_the_output(keeps_stop, min_tokens):
+    reasoning, ids = reasoning_format("qwen3", ""), {"<think>": 0, "</think>": 2}
+    output_format = OutputFormat(
+        lambda: reasoning.parser(TextParser(), is_open=False, token_ids=ids),
+        {token: text for text, token in ids.items()},
+    )
+    sampling = SamplingParams(min_tokens=min_tokens)
+    request = GenerateRequest(
+        "r", "r", (1,), sampling, stops=("</think>",), keep_stop=keeps_stop, output_format=output_format
+    )
+    pieces = (b"<think>", b"why", b"</think>", b"so")
+    stream = OutputStream(request, 0, lambda: ByteDetokenizer(pieces), lambda _: None, 0.0)
+    stream.on_tokens(message(0, (0, 1, 2, 3, 2), "length"), 1.0)
+    assert (stream.finish, stream.matched) == ("stop", "</think>")
+    if min_tokens:
+        assert stream.ids == [0, 1, 2, 3, 2]
+        assert stream.text == "<think>why</think>so" + "</think>" * keeps_stop
+    else:
+        assert stream.ids == [0, 1, 2]
+        assert stream.text == "<think>why" + "</think>" * keeps_stop
+    assert [piece.text for piece in stream.pieces[:1]] == ["why"]
