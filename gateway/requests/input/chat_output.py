@@ -168,22 +168,22 @@ def answer_rule(grammar: str) -> str:
 def _thinking(
     reasoning: ReasoningFormat, tokenizer: Tokenizer, is_open: bool, budget: int | None, param: str
 ) -> Thinking | None:
-    """None if the answer cannot begin with reasoning: several tokens cannot be told from an answer by the first, and
-    reasoning that no tokens end would never lead to an answer.
+    """None if the answer cannot begin with reasoning: nodes follow it by the tokens that begin and end it. A marker of
+    several is written with others where it merges with the text beside it.
 
     Args:
         param: the field that depends on the reasoning.
 
     Raises:
-        RequestError: the prompt has begun reasoning that no tokens end, or a budget is set for an answer without
+        RequestError: the prompt has begun reasoning that no one token ends, or a budget is set for an answer without
             reasoning.
     """
     start, end = (_marker_ids(tokenizer, marker) for marker in (reasoning.start, reasoning.end))
-    if end and (is_open or len(start) == 1):
+    if len(end) == 1 and (is_open or len(start) == 1):
         return Thinking(None if is_open else start[0], end, budget)
     if is_open or budget is not None:
-        problem = f"token for {reasoning.start}" if end else f"tokens for {reasoning.end}"
-        message = f"not supported for this model, whose vocabulary has no {problem}"
+        missing = reasoning.start if len(end) == 1 else reasoning.end
+        message = f"not supported for this model, whose vocabulary has no token for {missing}"
         raise refuse(message, param, ErrorCode.NOT_SUPPORTED)
     return None
 

@@ -12,6 +12,8 @@ from common.sampling_params import Thinking
 from gateway.http.protocol.decoding import decode
 from gateway.http.protocol.openai import ChatCompletionRequest
 from gateway.requests.input.chat_output import PLAIN_TEXT, ChatOutput, chat_output
+from gateway.text.output_formats import ModelFormats
+from gateway.text.reasoning_parsers import reasoning_format
 from gateway.text.tokenizer import Tokenizer
 
 #: The toy model reasons in parentheses.
@@ -26,16 +28,23 @@ def tokenizer_with(character, replacement):
     return Tokenizer(tokenizer)
 
 
-def output_of(tokenizer, *, prompt="Hi", structure=PLAIN_TEXT, **fields):
+def output_of(tokenizer, *, prompt="Hi", structure=PLAIN_TEXT, formats=TOY_FORMATS, **fields):
     body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
     chat = decode(ChatCompletionRequest, json.dumps(body).encode())
-    return chat_output(chat, TOY_FORMATS, tokenizer, prompt, structure)
+    return chat_output(chat, formats, tokenizer, prompt, structure)
 
 
 @pytest.mark.parametrize("replacement", ["", "?"])
 def test_a_grammar_rules_out_reasoning_that_no_tokens_end(replacement):
     output = output_of(tokenizer_with(END, replacement), structure=STRUCTURE)
     assert (output.grammar, output.thinking) == (STRUCTURE.grammar, None)
+
+
+def test_a_marker_of_several_tokens_ends_no_reasoning_since_it_may_merge_with_the_text_beside_it():
+    tokenizer, formats = Tokenizer(make_tokenizer()), ModelFormats(reasoning=reasoning_format("qwen3", ""))
+    assert len(tokenizer.encode("</think>", add_special_tokens=False)) > 1
+    with pytest.raises(RequestError, match="whose vocabulary has no token for </think>"):
+        output_of(tokenizer, prompt="Hi<think>", structure=STRUCTURE, formats=formats)
 
 
 def test_reasoning_that_the_prompt_has_begun_needs_no_token_that_begins_it():
