@@ -88,9 +88,9 @@ class HttpServer:
     async def _serve(self) -> None:
         self._loop.set_exception_handler(LoopErrors())
         server = await asyncio.start_server(self._exchange, sock=self._listener, limit=MAX_REQUEST_BYTES)
-        async with server:
-            await self._is_stopping.wait()
-            await asyncio.sleep(ACCEPT_S)  # not every kernel closes connections that wait to be accepted
+        await self._is_stopping.wait()
+        await asyncio.sleep(ACCEPT_S)  # not every kernel closes connections that wait to be accepted
+        server.close()  # leaving it as a context would wait, since Python 3.12, for connections that are ended below
         exchanges = asyncio.all_tasks() - {asyncio.current_task()}
         for task in exchanges:
             task.cancel()
