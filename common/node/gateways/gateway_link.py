@@ -91,6 +91,7 @@ class GatewayLink:
         self.most_held_tokens = register.most_held_tokens
         self.send(structs.replace(register, share=None if self._is_alone else 0))
         self._num_heartbeats = 0  # those that follow are acknowledged after this registration
+        self.other_load = NO_LOAD  # the gateway forgets it with this message, and hears the next after it
 
     def follow(self, now: float, loss_level: int) -> str:
         """Follows the connection. Returns the incarnation of a gateway that was lost with it; empty if none was.
@@ -136,7 +137,6 @@ class GatewayLink:
         self.is_registered = True
         self._sent_pairs = None
         self.heartbeat_s = message.heartbeat_s
-        self.other_load = NO_LOAD
         self._num_acks = self._num_acks_due = 0
         self._on_instant(message)
 

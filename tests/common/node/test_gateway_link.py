@@ -4,7 +4,7 @@ from support.cluster.manual_clock import ManualClock
 from support.gateway.fake_nodes import make_register
 
 from common.node.gateways.gateway_link import GatewayLink, total_load
-from common.wire.messages import ClientLoad, Heartbeat, HeartbeatAck, Message, Registered
+from common.wire.messages import ClientLoad, Heartbeat, HeartbeatAck, Message, OtherLoad, Registered
 
 
 def test_the_load_of_several_gateways_is_added():
@@ -47,3 +47,16 @@ def test_a_heartbeat_that_was_sent_before_a_new_registration_was_answered_is_ack
     assert not link.has_acknowledged
     link.on_acknowledged(HeartbeatAck(0.0))
     assert link.has_acknowledged
+
+
+def test_a_gateway_hears_that_the_load_of_others_is_gone_which_it_heard_of_before_its_answer():
+    """It forgets that load when it gets the registration, and not when the node gets its answer."""
+    sent, register = Sent(), make_register("decode", "decode-0")
+    link = GatewayLink(sent, "127.0.0.1:1", lambda: register, ManualClock(), is_alone=False)  # type: ignore[arg-type]
+    link.register()
+    link.on_registered(Registered(1, 1.0))
+    link.register()
+    link.tell_other_load(OtherLoad(9_000, 90))
+    link.on_registered(Registered(1, 1.0))
+    link.tell_other_load(OtherLoad(0, 0))
+    assert sent.messages[-2:] == [OtherLoad(9_000, 90), OtherLoad(0, 0)]
