@@ -11,7 +11,8 @@ from enum import Enum
 
 from common.config.shared import Role
 
-#: Seconds for which a node that changes its role waits for the proof that no peer writes into its pages any more.
+#: Seconds for which a node that changes its role waits, once its requests are ended, for the proof that no peer writes
+#: into its pages any more, and for its gateways.
 FENCE_WAIT_S = 10.0
 
 
@@ -71,10 +72,16 @@ class Departure:
             if not self.has_said_empty:
                 self.has_said_empty = True
                 return DepartureStep.SAY_EMPTY
-            return DepartureStep.LEAVE if left.has_acknowledged else DepartureStep.WAIT
+            if left.has_acknowledged:
+                return DepartureStep.LEAVE
+            return DepartureStep.STAY if self._is_overdue(now) else DepartureStep.WAIT
         if self.has_said_empty:
             self.has_said_empty = False
             return DepartureStep.SAY_DRAINING
-        if self.next_role is not None and now >= self._until + FENCE_WAIT_S:
+        if self._is_overdue(now):
             return DepartureStep.STAY
         return DepartureStep.END_REQUESTS if is_due else DepartureStep.WAIT
+
+    def _is_overdue(self, now: float) -> bool:
+        """Whether the role is kept: a peer or a gateway that answers no more would hold the node for ever."""
+        return self.next_role is not None and now >= self._until + FENCE_WAIT_S

@@ -55,6 +55,15 @@ def test_a_node_that_changes_its_role_ends_what_is_left_and_keeps_its_role_if_th
     ]
 
 
+def test_a_node_keeps_its_role_if_a_gateway_never_acknowledges_that_it_is_empty():
+    departure = Departure("decode", until=30.0)
+    assert steps(departure, (IDLE, 1.0), (IDLE, 39.0), (IDLE, 30.0 + FENCE_WAIT_S)) == [
+        DepartureStep.SAY_EMPTY,
+        DepartureStep.WAIT,
+        DepartureStep.STAY,
+    ]
+
+
 def test_only_a_change_of_role_waits_for_pages_that_a_peer_may_still_write():
     left = Remainder(is_idle=True, num_quarantined_pages=3, is_registered=True, has_acknowledged=True)
     assert Departure("decode", until=30.0).next_step(left, 1.0) is DepartureStep.WAIT
