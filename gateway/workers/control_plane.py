@@ -404,7 +404,7 @@ class ControlPlane:
         pool = self.pools.of(sender)
         if pool is not None:
             node = pool.registry.workers[sender]
-            is_known = node.is_draining
+            is_known = node.says_it_drains
             pool.registry.on_deregister(sender, is_empty=message.is_empty)
             if not is_known:
                 num_left = self._dispatcher.num_at(sender)

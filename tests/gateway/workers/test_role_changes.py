@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.gateway.fake_nodes import BODY, events, running
 
-from common.wire.messages import ChangeRole, Deregister, Done, Drain
+from common.wire.messages import ChangeRole, Deregister, Done, Drain, PrefillNodes
 
 
 @pytest.fixture
@@ -70,6 +70,20 @@ async def test_the_answer_comes_when_the_node_is_back_in_its_new_role(stack):
     row = (await rows(stack))["decode-1"]
     assert (row["role"], row["starts"], row["num_role_changes"], row["is_draining"]) == ("prefill", 1, 1, False)
     assert 'baton_nodes{model="tiny",role="prefill"} 3.0' in (await stack.get("/metrics"))[1]
+
+
+async def test_other_decode_nodes_hear_of_a_decode_node_whose_requests_will_move(stack):
+    other, node = stack.nodes[2:]
+
+    def sources():
+        lists = [message.nodes for message in other.received if isinstance(message, PrefillNodes)]
+        return [peer.name for peer in lists[-1]]
+
+    call = ask(stack, "decode-1", "prefill")
+    await accept(node)
+    node.send(Deregister())
+    await other.until(lambda: "decode-1" in sources())
+    call.cancel()
 
 
 async def test_no_request_is_sent_to_a_node_after_the_order(stack):
