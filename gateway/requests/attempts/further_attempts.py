@@ -181,12 +181,14 @@ def end_by_loss(
 ) -> AttemptEnd | None:
     """How an attempt ends when a node is lost; None if the attempt goes on without that node.
 
-    A prefill node is done with a request once the decode node has sent a token, or if it left with ``is_empty``.
+    A prefill node is done with a request once the decode node has sent a token, or if it left with ``is_empty``: if the
+    request came after that word, its decode node reports the loss.
     """
     pair = flight.pair
     if pair is None:
         return None  # it waits for any node
-    is_prefill_lost = incarnation == pair.prefill and not (is_empty or flight.is_prefilled)
+    is_prefill_done = pair.decode is not None and (is_empty or flight.is_prefilled)
+    is_prefill_lost = incarnation == pair.prefill and not is_prefill_done
     if not is_prefill_lost and incarnation != pair.decode:
         return None
     message = f"node {name} was lost while it worked on the request"

@@ -93,12 +93,13 @@ class PlayedCluster:
         self.turn()
         return incarnation
 
-    def lose(self, incarnation, alive_until=math.inf):
+    def lose(self, incarnation, *, is_empty=False, alive_until=math.inf):
         """As ``gateway.workers.control_plane.ControlPlane.lose``."""
         del self.work[incarnation]
         self.pool.registry.remove(incarnation)
         self.pool.router.remove_worker(incarnation)
-        self.dispatcher.on_worker_lost(incarnation, self.names[incarnation], alive_until=alive_until)
+        name = self.names[incarnation]
+        self.dispatcher.on_worker_lost(incarnation, name, is_empty=is_empty, alive_until=alive_until)
         self.turn()
 
     def turn(self):

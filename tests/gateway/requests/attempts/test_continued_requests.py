@@ -244,6 +244,16 @@ def test_a_request_for_one_token_goes_to_another_prefill_node() -> None:
     cluster.check_idle()
 
 
+def test_a_request_for_one_token_that_crossed_the_last_word_of_its_node_goes_to_another() -> None:
+    """No decode node would report that the prefill node is lost with it."""
+    cluster = PlayedCluster(prefills=2)
+    stream = cluster.come("a", max_new=1)
+    cluster.lose(cluster.node_of("prefill", "a"), is_empty=True)
+    cluster.prefill("a")
+    assert (stream.ids, stream.finish) == (output_of(stream), "length")
+    cluster.check_idle()
+
+
 def test_one_token_that_is_left_needs_a_decode_node() -> None:
     cluster = PlayedCluster()
     stream = cluster.come("a", max_new=5)
