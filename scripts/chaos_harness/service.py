@@ -20,6 +20,7 @@ from typing import Any
 
 from common.config.serve import ServeConfig
 from common.errors import BatonError
+from common.system.exit_status import how_ended
 from scripts.chaos_harness.client import Client
 from scripts.chaos_harness.hosts import Hosts
 from scripts.chaos_harness.process_resources import ProcessResources
@@ -233,8 +234,7 @@ class ChaosService:
         if not node.ended_at:
             node.ended_at = now
             node.is_registered = False
-            status = node.process.returncode
-            how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            how = how_ended(node.process.returncode)
             if not node.may_end:
                 self.crashes.append(f"{node.name} {how}")
                 self._on_event(f"{node.name} {how}, and no fault explains it")

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 
 from common.errors import BatonError
+from common.system.exit_status import how_ended
 from scripts.serving.bound_process import bound_command
 from scripts.serving.output import Output
 
@@ -87,7 +88,7 @@ class Supervisor:
             began = time.monotonic()
             try:
                 status = await self._run_once(child)
-                ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                ended = how_ended(status)
             except (OSError, subprocess.SubprocessError) as error:  # no process, descriptor or memory is left, perhaps
                 status, ended = 1, f"cannot be started ({error})"
             if self._is_stopping:

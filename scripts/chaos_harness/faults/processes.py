@@ -4,6 +4,7 @@ import asyncio
 import signal
 import time
 
+from common.system.exit_status import how_ended
 from scripts.chaos_harness.config import ChaosConfig
 from scripts.chaos_harness.faults.base import Fault, Site, noticed_s, unnoticed_s
 from scripts.chaos_harness.service import GATEWAY, Node
@@ -97,8 +98,7 @@ class Terminate(Fault):
             await asyncio.sleep(0.1)
         status = node.process.returncode if node.process is not None and node.num_starts == self._num_starts else 0
         if status < 0:
-            how = signal.Signals(-status).name
-            site.problems.append(f"{self.name}: {node.name} was killed by {how} in place of ending by itself")
+            site.problems.append(f"{self.name}: {node.name} was {how_ended(status)} in place of ending by itself")
 
 
 class Drain(Terminate):
