@@ -70,12 +70,12 @@ class PageReservations:
         """The cached part of the tokens that it takes to decode the request's next token.
 
         Args:
-            is_here: the remaining tokens are computed here, not received.
+            is_here: the remaining tokens are computed here, not received, and so are those whose logits are needed.
         """
         if not self.kv_window.is_cached(request.num_decodable):
             return Match()
         received_from = None if is_here else self._received_from(request)
-        tokens = packed_tokens(request, request.num_decodable)
+        tokens = packed_tokens(request, request.num_cacheable if is_here else request.num_decodable)
         return self._cache.match(tokens, request.salt, received_from=received_from)
 
     def _received_from(self, request: Request) -> int | None:

@@ -114,6 +114,20 @@ def test_a_retracted_request_that_fills_the_pool_takes_the_pages_of_a_held_one(r
     assert node.done == ["full"]
 
 
+def test_a_local_prompt_takes_the_page_of_a_held_one_that_it_must_compute_again() -> None:
+    """All of its pages are cached, but it needs the logits of the last token."""
+    node = Node(num_pages=10, chunk=64, rules=OFF)
+    node.submit("held", 32, new=12, is_local=True, first=0)
+    node.step()
+    node.step()
+    hold(node, "held")
+    node.step()
+    node.submit("same", 32, new=2, is_local=True, first=0)
+    node.run_until_idle()
+    assert node.done == ["same"]
+    assert node.state("held") is State.RETRACTED
+
+
 def test_a_held_request_keeps_its_pages_if_they_do_not_suffice() -> None:
     node = Node(num_pages=12, rules=OFF)
     node.run_in("running", 24, new=8)
