@@ -114,7 +114,7 @@ class LongPrompts:
             is_here: whether this node computes a waiting request.
         """
         budget = adder.tokens_left if self._is_shared else None
-        long = {} if budget is None else {r.key: r for r in queue if self.is_long(r) and is_here(r)}
+        long = {} if budget is None else {r.key: r for r in queue if self.is_long(r) and (r.pages or is_here(r))}
         if budget is None or not long:
             return map(Turn, queue)
         step = _SharedStep(queue, long, adder, self._ordering, prompts=self, unit=self._unit)

@@ -132,3 +132,14 @@ def test_a_prefill_node_forgets_what_a_connection_that_broke_before_the_grant_ha
     assert [answer.output for answer in answers] == [expected_output(prompt_of(8, first), 20) for first in range(2)]
     cluster.settle()
     assert_all_pages_are_released(cluster)
+
+
+def test_a_long_request_that_is_resumed_here_shares_steps_with_shorter_ones() -> None:
+    node = Node(num_pages=400, chunk=16, resume_tokens=64)
+    long = node.run_in("long", 400, new=50)
+    node.scheduler._preemptor.retract(long, node.now, "for lack of pages")
+    node.cache.clear()
+    node.step()
+    node.submit("short", 8, new=2, is_local=True)
+    node.step()
+    assert node.chunks == [("short", 8), ("long", 8)]
