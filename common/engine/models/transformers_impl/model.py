@@ -38,7 +38,7 @@ from common.engine.models.transformers_impl.experts import PackedExperts, can_pa
 from common.engine.models.transformers_impl.tp_plan import TpPlan
 from common.engine.tensor_parallel.group import RankGroup
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard
-from common.errors import ConfigError
+from common.errors import ConfigError, UnsupportedModelError
 
 log = logging.getLogger(__name__)
 
@@ -347,6 +347,11 @@ def _check_tensors(config: TransformersConfig, loading: Mapping[str, Any], decod
     biases = [name for name in unused if name in decoded and name.endswith(".bias")]
     if lost := [name for name in biases if decoded[name][...].any()]:
         raise ConfigError(f"{config.folder}: the model has no {', '.join(lost[:5])}, which are not zero")
+    # AWQ may divide the inputs of a matrix by scales in the activation before it; the library's plain class does not.
+    if scales := [name for name in unused if name in decoded and name.endswith(".scales")]:
+        raise UnsupportedModelError(
+            f"{config.folder}: {scales[0]} belongs to no matrix; scales of activations are not supported"
+        )
     unused = [name for name in unused if name not in biases]
     if unused:
         log.warning("%s: transformers has no use for %d tensors, such as %s", config.folder, len(unused), unused[0])

@@ -18,7 +18,7 @@ from common.engine.factory import load_executor
 from common.engine.models.checkpoints.quantized.config import parse_quantization
 from common.engine.models.checkpoints.quantized.late_tensors import decoded_tensors
 from common.engine.models.implementation import ModelSource, load_config
-from common.errors import ConfigError
+from common.errors import ConfigError, UnsupportedModelError
 
 MAX_NEW = 6
 KINDS = ["fp8 in blocks", "fp8 by channel", "gptq, act-order", "awq", "compressed, packed int4 with zero points"]
@@ -105,6 +105,16 @@ def test_biases_of_zeros_are_ignored_and_others_are_an_error(tmp_path: Path) -> 
     load(quantized).close()
     save_file({**tensors, name: torch.ones(hidden)}, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"the model has no model\.layers\.1\.mlp\.down_proj\.bias"):
+        load(quantized)
+
+
+def test_scales_of_an_activation_are_refused_by_name(tmp_path: Path) -> None:
+    """AutoAWQ writes them where no norm or matrix before a matrix can take its scales, as after GELU."""
+    _, quantized = make_pair(tmp_path, "awq", "GPTNeoXForCausalLM")
+    file = quantized / "model.safetensors"
+    name = "gpt_neox.layers.1.mlp.act.scales"
+    save_file({**load_file(file), name: torch.full((96,), 2.0)}, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=f"{name} belongs to no matrix; scales of activations are not"):
         load(quantized)
 
 
