@@ -210,17 +210,20 @@ def _with_overrides(stored: dict[str, Any], overrides: Mapping[str, Any]) -> dic
     """Return config.json with other values of some keys.
 
     In a file with ``rope_parameters``, the older keys of the rope change these; ``parse_rope`` would overlook them, or
-    the base of the frequencies in the file.
+    the base of the frequencies in the file. Overridden ``rope_parameters`` replace its ``rope_scaling`` as well, which
+    would win over them.
     """
-    rope = stored.get("rope_parameters")
+    if "rope_parameters" in overrides:
+        stored = {key: value for key, value in stored.items() if key != "rope_scaling"}
+    rope = {**stored, **overrides}.get("rope_parameters")
     if not rope or stored.get("rope_scaling") or not {"rope_theta", "rope_scaling"} & overrides.keys():
         return {**stored, **overrides}
     base = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-    changed = {**base, **(overrides.get("rope_scaling") or rope)}
+    changed = {**base, **(overrides.get("rope_scaling", rope) or {})}  # null: no scaling
     if "rope_theta" in overrides:
         changed["rope_theta"] = overrides["rope_theta"]
     kept = {key: value for key, value in overrides.items() if key not in ("rope_theta", "rope_scaling")}
-    return {**stored, "rope_parameters": changed, **kept}
+    return {**stored, **kept, "rope_parameters": changed}
 
 
 def parse_config(

@@ -220,7 +220,7 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         unknown = sorted(key for key in others if key not in stored and not hasattr(config, key))
         if others and not unknown:  # again, so that keys which are derived from them follow
-            kept = _of_layers_that_remain(stored, others)
+            kept = _without_overridden(stored, others)
             config = type(config).from_dict({**kept, **copy.deepcopy(others)}, name_or_path=str(folder))
     except Exception as error:  # the library's code, and that of checkpoints, may raise anything
         if not trust_remote_code and _needs_code({**stored, **overrides}):
@@ -238,12 +238,13 @@ def load_library_config(folder: Path, overrides: Mapping[str, Any], *, trust_rem
     return config
 
 
-def _of_layers_that_remain(stored: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json without the types of layers that an override takes away."""
+def _without_overridden(stored: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without the types of layers, and without the older key of the rope, that overrides replace."""
     number = overrides.get("num_hidden_layers")
     return {
         key: value[:number] if key.endswith("layer_types") and isinstance(value, list) else value
         for key, value in stored.items()
+        if key != "rope_scaling" or "rope_parameters" not in overrides
     }
 
 
@@ -258,7 +259,7 @@ def _override_rope(config: Any, given: Mapping[str, Any]) -> None:
         what = "has rope_parameters for each type of layer; give these" if now else "has no rotary embedding"
         raise ConfigError(f"--hf-overrides: {', '.join(given)} cannot be changed: this model {what}")
     kept = {key: now[0][key] for key in ("rope_theta", "partial_rotary_factor") if key in now[0]}
-    changed = {**kept, **(given.get("rope_scaling") or now[0])}
+    changed = {**kept, **(given.get("rope_scaling", now[0]) or {})}  # null: no scaling
     if "rope_theta" in given:
         changed["rope_theta"] = given["rope_theta"]
     config.rope_parameters = changed

@@ -80,6 +80,19 @@ def test_rope_is_overridden_in_either_spelling_whatever_that_of_the_file(folder:
     assert overridden(rope_theta=7.0) == RopeConfig(7.0)
 
 
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+def test_overrides_switch_the_scaling_of_rope_off_whatever_the_spelling_of_the_file(
+    folder: Path, spelling: str
+) -> None:
+    rewrite(folder, **{"rope_parameters": None, "rope_theta": 500_000.0, spelling: LLAMA3_ROPE})
+    for overrides in (
+        {"rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 500_000.0},
+    ):
+        assert ModelConfig.load(str(folder), overrides=overrides).rope == RopeConfig(500_000.0)
+
+
 def test_overrides_of_keys_that_the_family_does_not_have_are_refused(folder: Path) -> None:
     rewrite(folder, mlp_bias=None, use_cache=True)
     for known in ({"num_hidden_layers": 1}, {"mlp_bias": True}, {"head_dim": 32}, {"use_cache": False}):

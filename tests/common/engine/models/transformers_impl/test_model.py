@@ -373,6 +373,18 @@ def test_rope_is_overridden_by_its_older_keys_too(tmp_path: Path) -> None:
     assert config.context_length == 4096
 
 
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("overrides", [{"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}])
+def test_overrides_switch_the_scaling_of_rope_off_whatever_the_spelling_of_the_file(
+    tmp_path: Path, overrides: dict[str, Any], spelling: str
+) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    stored = {"model_type": "llama", "rope_theta": 500.0, spelling: rope}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    config = load_library_config(tmp_path, overrides, trust_remote_code=False)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 500.0}
+
+
 @pytest.mark.parametrize(
     ("architecture", "words"),
     [("Gemma3ForCausalLM", "for each type of layer; give these"), ("GPT2LMHeadModel", "has no rotary embedding")],
