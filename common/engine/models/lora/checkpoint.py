@@ -22,7 +22,8 @@ from common.errors import ConfigError
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_HEADER_BYTES = 1 << 20  # of a safetensors file, at most
+#: What the header of a safetensors file takes, at most: in any case, and for the two tensors of each matrix.
+_HEADER_BYTES, _HEADER_BYTES_PER_MATRIX = 1 << 20, 512
 #: What PEFT puts in place of a module is wrapped around it.
 _WRAPPED = ".base_layer"
 
@@ -82,7 +83,8 @@ def read_adapter(folder: Path, adaptable: Adaptable, *, max_rank: int, root: Pat
     config_file, tensors = (_own_file(folder, name, root) for name in (CONFIG, TENSORS))
     config = read_config(config_file, max_rank)
     sizes = sum(map(sum, adaptable.matrices.values()))
-    data = _read_bytes(tensors, max_bytes=_HEADER_BYTES + 4 * config.max_rank * sizes)
+    header = _HEADER_BYTES + _HEADER_BYTES_PER_MATRIX * len(adaptable.matrices)
+    data = _read_bytes(tensors, max_bytes=header + 4 * config.max_rank * sizes)
     try:
         stored = safetensors.torch.load(data)
     except (SafetensorError, KeyError) as error:  # KeyError: a format that torch does not have

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.engine.devices import DEVICES
 from support.engine.engine_driver import Driver
 from support.engine.lora_adapters import ALL, make_adapter, merge
@@ -20,7 +20,7 @@ from common.engine.executor import TorchExecutor
 from common.engine.factory import load_executor
 from common.engine.models.config import ModelConfig
 from common.engine.models.lora.adapters import make_lora, native_adaptable
-from common.engine.models.lora.checkpoint import read_adapter
+from common.engine.models.lora.checkpoint import Adaptable, read_adapter
 from common.engine.triton_kernels import has_interpreter
 from common.errors import ConfigError
 
@@ -191,6 +191,15 @@ def test_an_adapter_without_tensors_and_one_that_is_too_large_are_refused(small:
         file.truncate(2 << 20)
     with pytest.raises(ConfigError, match="which no configuration of an adapter has"):
         read(folder, small)
+
+
+def test_an_adapter_of_many_small_matrices_is_read_although_names_are_most_of_it(tmp_path: Path) -> None:
+    shapes = {f"model.layers.{index // 128}.mlp.experts.{index % 128}.up_proj": (1, 1) for index in range(6000)}
+    tensors = {f"base_model.model.{name}.lora_{side}.weight": torch.ones(1, 1) for name in shapes for side in "AB"}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["up_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert read_adapter(tmp_path, Adaptable(shapes), max_rank=1).pairs.keys() == shapes.keys()
 
 
 # ---- what is computed ------------------------------------------------------------------------------------------------
