@@ -178,7 +178,9 @@ class TransformersConfig(BaseModelConfig):
             vocab_size=config.vocab_size,
             context_length=context_length,
             dtype=dtype,
-            eos_token_ids=eos_token_ids(folder, generation, {"eos_token_id": config.eos_token_id}),
+            # The default of the library's class may be an ordinary token of this model.
+            eos_token_ids=eos_token_ids(folder, generation, stored)
+            or eos_token_ids(folder, {"eos_token_id": config.eos_token_id}),
             generation=generation_defaults(generation, folder),
             digest=digest_of({**stored, "model_impl": "transformers", "code": code}, tensors),
             architecture=type(model).__name__,

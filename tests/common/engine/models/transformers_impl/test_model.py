@@ -395,6 +395,20 @@ def test_rope_that_the_older_keys_do_not_fit_is_not_overridden(tmp_path: Path, a
         load_config(ModelSource(str(folder), overrides={"rope_theta": 7.0}))
 
 
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [({}, {}, (2,)), ({}, {"eos_token_id": 7}, (7,)), ({"eos_token_id": 5}, {"eos_token_id": 7}, (7, 5))],
+)
+def test_the_end_token_of_the_class_counts_only_where_no_file_names_one(
+    tmp_path: Path, in_config: dict[str, int], in_generation: dict[str, int], expected: tuple[int, ...]
+) -> None:
+    file = make_library_model(tmp_path, "GPTNeoXForCausalLM") / "config.json"
+    stored = {key: value for key, value in json.loads(file.read_text()).items() if key != "eos_token_id"}
+    file.write_text(json.dumps({**stored, **in_config}))
+    (tmp_path / "generation_config.json").write_text(json.dumps(in_generation))
+    assert TransformersConfig.load(str(tmp_path)).eos_token_ids == expected
+
+
 def test_a_missing_tensor_is_an_error_and_not_noise(tmp_path: Path) -> None:
     folder = make_library_model(tmp_path, "OlmoForCausalLM")
     from safetensors.torch import load_file
