@@ -109,6 +109,9 @@ def _parse_gptq(config: dict[str, Any], folder: Path) -> CheckpointQuantization:
     key, form = _form(config, "checkpoint_format", "format", default="gptq")
     if form not in ("gptq", "gptq_v2"):
         raise _refusal(folder, "gptq", f"{key} {form}; only gptq and gptq_v2 are")
+    words = config.get("pack_dtype") or "int32"
+    if words != "int32":
+        raise _refusal(folder, "gptq", f"pack_dtype {words}; only int32 is")
     return CheckpointQuantization(
         "gptq", f"GPTQ, {bits} bits", has_zeros_less_one=form == "gptq", is_symmetric=bool(config.get("sym", True))
     )

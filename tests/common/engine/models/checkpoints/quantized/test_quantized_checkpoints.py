@@ -226,6 +226,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         ("gptq, 4 bits", {"bits": 3}, "gptq.*bits 3; only 4 and 8"),
         ("gptq, 4 bits", {"checkpoint_format": "marlin"}, "gptq.*checkpoint_format marlin"),
         ("gptq, 4 bits", {"format": "marlin"}, "gptq.*format marlin"),
+        ("gptq, 4 bits", {"pack_dtype": "int16"}, "gptq.*pack_dtype int16; only int32"),
         ("compressed, int8", {"format": "nvfp4-pack-quantized"}, "compressed-tensors.*nvfp4-pack-quantized"),
         ("compressed, int8", {"quantization_status": "calibration"}, "quantization_status calibration"),
         ("compressed, int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
