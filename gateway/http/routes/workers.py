@@ -43,7 +43,10 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
 
     @router.get("/v1/workers", **described(WorkerList, summary="List the nodes"))
     async def list_workers(limit: Listed = MAX_LISTED, offset: Offset = 0) -> Response:
-        models, workers = services.models, sorted(services.control.pools.workers(), key=_place)
+        models = services.models
+        workers = [
+            node for pool in services.control.pools for node in sorted(pool.registry.workers.values(), key=_place)
+        ]
         listed = workers[offset : offset + limit]
         has_all_pairs = sum([len(node.pairs) for node in listed]) <= MAX_PAIRS
         answer = WorkerList(
@@ -132,10 +135,9 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     return router
 
 
-def _place(node: Worker) -> tuple[str, bool, str, str]:
-    """Where a node stands in the list: the gateways of a group have the same nodes in one part of it."""
-    register = node.register
-    return register.model, register.role == "decode", node.name, node.incarnation
+def _place(node: Worker) -> tuple[bool, str, str]:
+    """Where a node stands among those of its model: the gateways of a group list the same nodes in one part."""
+    return node.register.role == "decode", node.name, node.incarnation
 
 
 def _worker(services: Services, node: Worker, *, has_all_pairs: bool) -> answers.Worker:
