@@ -194,6 +194,8 @@ def body_of(prompt: Sequence[int] | str, max_new: int, **options: Any) -> dict[s
 
 def _take(exchange: Exchange, event: bytes) -> bool:
     """Records a server-sent event; True if it is the last."""
+    if event.startswith(b":"):  # a comment, as on a stream that is silent while nodes are replaced
+        return False
     assert event.startswith(b"data: "), event
     if event == b"data: [DONE]":
         return True
