@@ -69,7 +69,8 @@ def join(writer: End, reader: End, transport: str, epoch: int = 1) -> None:
     connect = reader.ask("offer", peer=PREFILL, epoch=epoch)
     assert writer.ask("attach", peer=DECODE, connect=connect) == ""
     news = until(lambda: writer.ask("news"))
-    assert news == [[DECODE, epoch, "", transport]], news  # pytest shows nothing of this module by itself
+    if news != [[DECODE, epoch, "", transport]]:  # pytest shows nothing of this module by itself
+        raise AssertionError(f"the writer says {news}, the reader {reader.ask('news')}")
     assert reader.ask("chosen", peer=PREFILL, epoch=epoch, transport=transport)
 
 
