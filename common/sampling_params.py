@@ -17,13 +17,15 @@ class Thinking:
 
     Attributes:
         start_id: the token with which the output may begin its reasoning; None: the prompt has begun it already.
-        end_ids: tokens that end the reasoning, in sequence; at least one.
-        budget: tokens of reasoning after which ``end_ids`` are forced; None: no limit.
+        end_id: the token that ends the reasoning.
+        budget: tokens of reasoning after which ``end_id`` is forced; None: no limit.
+        blank_ids: tokens of white space that the output may have before ``start_id``.
     """
 
     start_id: int | None
-    end_ids: tuple[int, ...]
+    end_id: int
     budget: int | None = None
+    blank_ids: tuple[int, ...] = ()
 
 
 class SamplingParams(NamedTuple):

@@ -61,8 +61,6 @@ def _check_sampling(sampling: SamplingParams) -> None:
         problem = "prompt_logprobs_from must be at least 1: no token precedes the first"
     elif not all(sampling.bad_words):
         problem = "a bad word must not be empty"
-    elif sampling.thinking is not None and not sampling.thinking.end_ids:
-        problem = "thinking.end_ids must not be empty: no token would end the reasoning"
     if problem:
         raise RequestError(ErrorCode.INVALID_REQUEST, problem)
 
@@ -73,7 +71,7 @@ def _token_ids(sampling: SamplingParams) -> Iterator[int]:
     yield from sampling.allowed_token_ids
     yield from (token for token, _ in sampling.logit_bias)
     if sampling.thinking is not None:
-        yield from sampling.thinking.end_ids
+        yield sampling.thinking.end_id
         if sampling.thinking.start_id is not None:
             yield sampling.thinking.start_id
 

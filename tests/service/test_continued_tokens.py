@@ -24,7 +24,7 @@ CASES = {
     "seeded": SEEDED,
     "penalties": SEEDED._replace(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3),
     "grammar": SEEDED._replace(grammar=GRAMMAR, min_tokens=0),
-    "thinking": SEEDED._replace(grammar=GRAMMAR, min_tokens=0, thinking=Thinking(None, (70, 71), 10)),
+    "thinking": SEEDED._replace(grammar=GRAMMAR, min_tokens=0, thinking=Thinking(None, 71, 10)),
     "min_tokens": SEEDED._replace(min_tokens=18, stop_token_ids=tuple(range(0, 1_000, 3))),
     "bad_words": GREEDY,  # the first words of its own undisturbed output are forbidden
 }

@@ -9,7 +9,7 @@ from common.sampling_params import Thinking
 
 
 class Phase(Enum):
-    START = auto()  # the first output token decides whether there is reasoning
+    START = auto()  # the first output token that is not blank decides whether there is reasoning
     REASONING = auto()
     ANSWER = auto()
 
@@ -18,23 +18,20 @@ class ReasoningState:
     """Follows one output through its reasoning into its answer."""
 
     def __init__(self, thinking: Thinking) -> None:
-        assert thinking.end_ids, "reasoning without end tokens would never end"
         self._thinking = thinking
         self._num_tokens = 0  # of reasoning, without the token that begins it
-        self._last: tuple[int, ...] = ()  # the last of them, as many as there are end tokens
         self.phase = Phase.REASONING if thinking.start_id is None else Phase.START
 
     def append(self, token: int) -> bool:
         """Count one more output token; returns whether it belongs to the reasoning, its start and its end included."""
-        end_ids = self._thinking.end_ids
         if self.phase is Phase.START:
-            self.phase = Phase.REASONING if token == self._thinking.start_id else Phase.ANSWER
+            if token not in self._thinking.blank_ids:
+                self.phase = Phase.REASONING if token == self._thinking.start_id else Phase.ANSWER
             return self.phase is Phase.REASONING
         if self.phase is Phase.ANSWER:
             return False
         self._num_tokens += 1
-        self._last = (*self._last, token)[-len(end_ids) :]
-        if self._last == end_ids:
+        if token == self._thinking.end_id:
             self.phase = Phase.ANSWER
         return True
 
@@ -47,10 +44,5 @@ class ReasoningState:
     def forced(self) -> int | None:
         """The only token that may follow, because the budget is used up; None if it is not."""
         budget = self._thinking.budget
-        if self.phase is not Phase.REASONING or budget is None or self._num_tokens < budget:
-            return None
-        end_ids = self._thinking.end_ids
-        num_present = next(
-            count for count in range(len(end_ids) - 1, -1, -1) if count == 0 or self._last[-count:] == end_ids[:count]
-        )
-        return end_ids[num_present]
+        is_used_up = budget is not None and self._num_tokens >= budget
+        return self._thinking.end_id if self.phase is Phase.REASONING and is_used_up else None

@@ -44,6 +44,8 @@ class ChatOutput:
     thinking: Thinking | None = None
 
 
+#: White space that models write before their reasoning.
+BLANKS = ("\n", "\n\n", " ")
 #: Of an answer that is text alone, bound by nothing.
 PLAIN_TEXT = ChatOutput()
 
@@ -168,8 +170,8 @@ def answer_rule(grammar: str) -> str:
 def _thinking(
     reasoning: ReasoningFormat, tokenizer: Tokenizer, is_open: bool, budget: int | None, param: str
 ) -> Thinking | None:
-    """None if the answer cannot begin with reasoning: nodes follow it by the tokens that begin and end it. A marker of
-    several is written with others where it merges with the text beside it.
+    """None if the answer cannot begin with reasoning: nodes follow it by the token that begins it and the one that ends
+    it. A marker of several is written with others where it merges with the text beside it.
 
     Args:
         param: the field that depends on the reasoning.
@@ -180,7 +182,10 @@ def _thinking(
     """
     start, end = (_marker_ids(tokenizer, marker) for marker in (reasoning.start, reasoning.end))
     if len(end) == 1 and (is_open or len(start) == 1):
-        return Thinking(None if is_open else start[0], end, budget)
+        if is_open:
+            return Thinking(None, end[0], budget)
+        blanks = (_marker_ids(tokenizer, blank) for blank in BLANKS)
+        return Thinking(start[0], end[0], budget, tuple(ids[0] for ids in blanks if len(ids) == 1))
     if is_open or budget is not None:
         missing = reasoning.start if len(end) == 1 else reasoning.end
         message = f"not supported for this model, whose vocabulary has no token for {missing}"
@@ -191,7 +196,8 @@ def _thinking(
 def _marker_ids(tokenizer: Tokenizer, marker: str) -> tuple[int, ...]:
     """The tokens of a marker; empty if no tokens have its text."""
     ids = tokenizer.encode(marker, add_special_tokens=False)
-    is_whole = tokenizer.decode(ids, skip_special=False).strip() == marker  # else characters are missing, or unknown
+    text = tokenizer.decode(ids, skip_special=False)
+    is_whole = marker in (text, text.strip())  # else characters are missing, or unknown
     return tuple(ids) if is_whole else ()
 
 

@@ -46,7 +46,7 @@ INDEPENDENT = {
 DEPENDENT = {
     "penalties": SamplingParams(presence_penalty=0.5, repetition_penalty=1.2),
     "bad words": SamplingParams(bad_words=((1, 2),), allowed_token_ids=(1, 2, 3)),
-    "budget": SamplingParams(thinking=Thinking(None, (3, 4), budget=1)),
+    "budget": SamplingParams(thinking=Thinking(None, 4, budget=1)),
 }
 PROMPT = tuple(range(10, 20))
 
@@ -191,11 +191,11 @@ def test_a_mask_forces_tokens_in_its_own_row_alone(device: str) -> None:
         launched += [executor.launch(StepPlan(2 + step, (), (), each)) for step, each in enumerate(rows[1:])]
         return list(zip(*(step.result().tokens for step in launched), strict=True))
 
-    forced = greedy._replace(thinking=Thinking(None, (3, 4), budget=0))
+    forced = greedy._replace(thinking=Thinking(None, 3, budget=1))
     [alone] = tokens(greedy)
     first, second = tokens(greedy, forced)
     assert first == alone
-    assert second[:2] == (3, 4)
+    assert second[:2] == (alone[0], 3)
     executor.close()
 
 
@@ -211,7 +211,7 @@ ON_THE_SECOND_GPU = """if True:
 
     config = ModelConfig.load(SMALL_MODEL)
     executor = load_executor(config, device="cuda:1", dtype="float32", num_slots=1, num_pages=8, page_size=16)
-    params = SamplingParams(thinking=Thinking(None, (3,), budget=0))  # forces a token, by a mask
+    params = SamplingParams(thinking=Thinking(None, 3, budget=0))  # forces a token, by a mask
     admit = Admit(0, params, 2, None, (1, 2))
     step = executor.launch(StepPlan(1, (admit,), (PageDelta(0, 0, (5,)),), (Row(0, 0, (1, 2), True),)))
     results = []

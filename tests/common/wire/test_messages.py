@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_protocol
 from kv_transfer.transports.torch_distributed import rendezvous
 
 #: The protocol version, and the digest of its messages.
-PINNED = (21, "15632633125fef1b")
+PINNED = (22, "2bd964ea396b7504")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,

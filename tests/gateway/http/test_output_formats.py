@@ -8,7 +8,6 @@ from support.gateway.fake_nodes import EOS, MODEL, make_tokenizer, running
 from tokenizers import AddedToken
 
 from common.errors import ConfigError, ErrorCode
-from common.sampling_params import Thinking
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.tool_parsers.registry import FORMATS
 
@@ -191,7 +190,9 @@ async def test_grammars_of_calls_and_answers_compile_and_begin_behind_the_reason
     assert status == 200, answer
     text = text_of(qwen)
     assert sent(stack).sampling.grammar
-    assert sent(stack).sampling.thinking == Thinking(text.token_id("<think>"), (text.token_id("</think>"),))
+    thinking = sent(stack).sampling.thinking
+    assert thinking is not None
+    assert (thinking.start_id, thinking.end_id) == (text.token_id("<think>"), text.token_id("</think>"))
 
 
 async def test_reasoning_that_no_token_begins_is_ruled_out_by_a_grammar(tmp_path):

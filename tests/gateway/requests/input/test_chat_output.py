@@ -50,7 +50,7 @@ def test_a_marker_of_several_tokens_ends_no_reasoning_since_it_may_merge_with_th
 def test_reasoning_that_the_prompt_has_begun_needs_no_token_that_begins_it():
     tokenizer = tokenizer_with(START, "")
     end_ids = tuple(tokenizer.encode(END, add_special_tokens=False))
-    assert output_of(tokenizer, prompt=f"Hi{START}", structure=STRUCTURE).thinking == Thinking(None, end_ids)
+    assert output_of(tokenizer, prompt=f"Hi{START}", structure=STRUCTURE).thinking == Thinking(None, *end_ids)
 
 
 @pytest.mark.parametrize("replacement", ["", "?"])
