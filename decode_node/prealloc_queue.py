@@ -351,9 +351,20 @@ class PreallocQueue:
             num_tokens = request.num_decodable - self._num_outside(request) + 1
         elif self.is_computed_here(request):
             num_tokens = self._need_here(request) + self.expected(others)
+            if request.sampling.ignore_eos:
+                num_tokens += self._room_to_prove([*others, request])
         else:
             num_tokens = request.num_decodable - self._num_outside(request) + self.expected([*others, request])
         return self._reservations.lacks(request, num_tokens, without, is_here=self.is_computed_here(request))
+
+    def _room_to_prove(self, requests: Sequence[Request]) -> int:
+        """Tokens beyond those expected with which the proof of ``ignore_eos_admission`` surely succeeds: every output
+        of known length at its end, and each request in whole pages.
+        """
+        kv_window = self._reservations.kv_window
+        known = [request for request in requests if request.sampling.ignore_eos]
+        num_left = sum(max(0, min(request.num_left, kv_window.room_left(request))) for request in known)
+        return num_left - self.expected(known) + (self._reservations.page_size - 1) * len(requests)
 
     def waits_for_prefix(self, request: Request) -> bool:
         """Whether the request's prefix is being received for another request."""

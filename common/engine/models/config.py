@@ -218,7 +218,7 @@ def _with_overrides(stored: dict[str, Any], overrides: Mapping[str, Any]) -> dic
     rope = {**stored, **overrides}.get("rope_parameters")
     if not rope or stored.get("rope_scaling") or not {"rope_theta", "rope_scaling"} & overrides.keys():
         return {**stored, **overrides}
-    base = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    base = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     changed = {**base, **(overrides.get("rope_scaling", rope) or {})}  # null: no scaling
     if "rope_theta" in overrides:
         changed["rope_theta"] = overrides["rope_theta"]

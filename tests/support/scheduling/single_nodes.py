@@ -120,14 +120,14 @@ class DecodeNode:
         *,
         new: int = 4,
         is_local: bool = False,
+        ignore_eos: bool = False,
         first: int | None = None,
     ) -> Request:
         self.num_submitted += 1
         start = 1000 * self.num_submitted if first is None else first
-        request = Request(
-            rid, 0, tuple(range(start, start + length)), SamplingParams(max_new_tokens=new),
-            priority=priority, arrived_at=self.now,
-        )  # fmt: skip
+        sampling = SamplingParams(max_new_tokens=new, ignore_eos=ignore_eos)
+        prompt = tuple(range(start, start + length))
+        request = Request(rid, 0, prompt, sampling, priority=priority, arrived_at=self.now)
         self.scheduler.submit(request, source=None if is_local else "prefill")
         return request
 

@@ -75,6 +75,10 @@ def test_rope_is_overridden_in_either_spelling_whatever_that_of_the_file(folder:
     assert overridden(rope_scaling=scaling) == overridden(rope_parameters=LLAMA3_ROPE) == expected
     assert overridden(rope_theta=7.0) == RopeConfig(7.0)
     assert overridden(rope_theta=7.0, rope_scaling=LLAMA3_ROPE) == RopeConfig(7.0, expected.scaling)
+    rewrite(folder, rope_parameters={"rope_theta": 500_000.0, "partial_rotary_factor": 0.5})
+    for overrides in ({"rope_theta": 7.0}, {"rope_scaling": scaling}):
+        with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
+            overridden(**overrides)
     rewrite(folder, rope_parameters=None, rope_theta=500_000.0)
     assert overridden(rope_scaling=scaling) == overridden(rope_parameters=LLAMA3_ROPE) == expected
     assert overridden(rope_theta=7.0) == RopeConfig(7.0)
