@@ -215,8 +215,10 @@ class PreallocQueue:
 
     def _state(self) -> tuple[int, ...]:
         """What decides whether requests get pages, apart from priorities."""
-        num_outputs = sum(len(request.output) for request in self._table.running.values())
-        return (self._table.num_moves, num_outputs, *self._reservations.room)
+        table = self._table
+        num_outputs = sum(len(request.output) for request in table.running.values())
+        num_connected = sum(self._is_connected(table.sources[key]) for key in table.retracted if key in table.sources)
+        return (table.num_moves, num_outputs, num_connected, *self._reservations.room)
 
     def is_full_for(self, request: Request) -> bool:
         """Whether requests no less urgent than this one, which have pages or are receiving them, claim every slot."""
@@ -324,10 +326,14 @@ class PreallocQueue:
         num_tokens = kv_window.num_pages(request.num_tokens) * page_size - self._num_outside(request)
         if not self.is_computed_here(request):
             num_tokens -= self._reservations.num_pending(request) * page_size
+        return num_tokens + self._output_here(request) + 1
+
+    def _output_here(self, request: Request) -> int:
+        """Output tokens for which ``_need_here`` counts room."""
         _, clip = self.expectation()
         if request.sampling.ignore_eos:
             clip = max(clip, self._limits.clip_tokens)  # a flat reserve does not count where the length is known
-        return num_tokens + math.ceil(expected_room(request, 1.0, clip, kv_window)) + 1
+        return math.ceil(expected_room(request, 1.0, clip, self._reservations.kv_window))
 
     def _num_outside(self, request: Request) -> int:
         """Tokens for which the request needs no pages at its admission, in whole pages."""
@@ -352,19 +358,20 @@ class PreallocQueue:
         elif self.is_computed_here(request):
             num_tokens = self._need_here(request) + self.expected(others)
             if request.sampling.ignore_eos:
-                num_tokens += self._room_to_prove([*others, request])
+                num_tokens += self._room_to_prove(request, others)
         else:
             num_tokens = request.num_decodable - self._num_outside(request) + self.expected([*others, request])
         return self._reservations.lacks(request, num_tokens, without, is_here=self.is_computed_here(request))
 
-    def _room_to_prove(self, requests: Sequence[Request]) -> int:
-        """Tokens beyond those expected with which the proof of ``ignore_eos_admission`` surely succeeds: every output
-        of known length at its end, and each request in whole pages.
+    def _room_to_prove(self, request: Request, others: Sequence[Request]) -> int:
+        """Tokens beyond those of ``_need_here`` and ``expected`` with which the proof of ``ignore_eos_admission``
+        surely succeeds: every output of known length at its end, and each request in whole pages.
         """
         kv_window = self._reservations.kv_window
-        known = [request for request in requests if request.sampling.ignore_eos]
-        num_left = sum(max(0, min(request.num_left, kv_window.room_left(request))) for request in known)
-        return num_left - self.expected(known) + (self._reservations.page_size - 1) * len(requests)
+        known = [other for other in others if other.sampling.ignore_eos]
+        num_left = sum(max(0, min(one.num_left, kv_window.room_left(one))) for one in [*known, request])
+        num_counted = self.expected(known) + self._output_here(request)
+        return num_left - num_counted + (self._reservations.page_size - 1) * (len(others) + 1)
 
     def waits_for_prefix(self, request: Request) -> bool:
         """Whether the request's prefix is being received for another request."""

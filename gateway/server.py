@@ -98,7 +98,12 @@ class Gateway:
         self._config = config
         self._models = ServedModels(models)
         self._tokenizer = AsyncTokenizer()
-        self._inputs = InputProcessor(self._tokenizer, request_timeout_s=config.request_timeout)
+        self._inputs = InputProcessor(
+            self._tokenizer,
+            request_timeout_s=config.request_timeout,
+            slo_ttft_ms=config.slo_ttft_ms,
+            slo_itl_ms=config.slo_itl_ms,
+        )
         self._authenticator = Authenticator(permanent_keys(config), is_header_taken=config.tenant_header)
         function = load_priority_function(config.priority_function)
         self._priorities = PriorityResolver(config, function, is_strict=config.strict_fields)

@@ -166,7 +166,7 @@ class HttpOptions(AccessOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceOptions:
-    """How ``/v1/advice`` finds the nodes that the load needs."""
+    """Objectives of requests, and how ``/v1/advice`` finds the nodes that the load needs."""
 
     slo_ttft_ms: float | None = option(
         None,

@@ -16,6 +16,7 @@ from common.config.shared import (
     EngineOptions,
     ModelOptions,
     NodeHttpOptions,
+    OrphanOptions,
     Role,
     check_engine,
     check_node_http,
@@ -37,6 +38,7 @@ class NodeConfig(
     LoraOptions,
     DrainOptions,
     NodeHttpOptions,
+    OrphanOptions,
     DiscoveryOptions,
     SchedulingOptions,
     ModelOptions,
@@ -59,12 +61,6 @@ class NodeConfig(
         "File with these addresses instead, one per line. It is read again every 2 s, so gateways can be added, moved "
         "and removed while the node runs.",
         metavar="FILE",
-    )
-    orphan_timeout: float = option(
-        10.0,
-        "Seconds for which requests with a key continue, and their outputs are kept, after their gateway is lost.",
-        minimum=0,
-        maximum=3600,
     )
     name: str | None = option(
         None, "Unique name of this node, the same after a restart. Without it: role, host and process id."

@@ -46,8 +46,8 @@ class SchedulingOptions:
         "Order of waiting requests: fcfs (by arrival), lpm (longest cached prefix), dfs-weight (subtree of the cache "
         "with the most requests), lof (longest allowed output), random, short-first (fewest tokens to compute and to "
         "expect), hrrn (waiting time over tokens to compute), edf (objective or deadline), fair (tenant with the least "
-        "service); or MODULE:NAME, a class of your own. With --enable-priority-scheduling the policy orders requests "
-        "of equal priority.",
+        "service); or MODULE:NAME, a class of your own. For lpm and dfs-weight the gateway, which has no cache, orders "
+        "by arrival. With --enable-priority-scheduling the policy orders requests of equal priority.",
         metavar="|".join(POLICIES) + "|MODULE:NAME",
     )
     lpm_degrade_threshold: int = option(

@@ -8,7 +8,14 @@ from common.config.gateway import AdviceOptions, HttpOptions, RoutingOptions, Tr
 from common.config.lora import LoraOptions, check_lora
 from common.config.options import option
 from common.config.scheduling import SchedulingOptions
-from common.config.shared import EngineOptions, ModelOptions, NodeHttpOptions, check_engine, check_node_http
+from common.config.shared import (
+    EngineOptions,
+    ModelOptions,
+    NodeHttpOptions,
+    OrphanOptions,
+    check_engine,
+    check_node_http,
+)
 from common.config.tenancy import TenantOptions
 from common.errors import ConfigError
 
@@ -19,6 +26,7 @@ class ServeConfig(
     EngineOptions,
     LoraOptions,
     NodeHttpOptions,
+    OrphanOptions,
     RoutingOptions,
     HttpOptions,
     AdviceOptions,

@@ -232,6 +232,16 @@ class DrainOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OrphanOptions:
+    orphan_timeout: float = option(
+        10.0,
+        "Seconds for which requests with a key continue, and their outputs are kept, after their gateway is lost.",
+        minimum=0,
+        maximum=3600,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeHttpOptions:
     """Where each prefill and decode node serves its own ``/health`` and ``/metrics``."""
 

@@ -34,7 +34,7 @@ class TenantOptions:
         (),
         "Limits of a tenant's requests in flight and tokens per minute, for example "
         "search:requests=8,tokens_per_minute=60000; * stands for every tenant that is not named. Requests above a "
-        "limit get 429. May be given more than once.",
+        "limit get 429; tokens of one minute can be saved up. May be given more than once.",
         metavar="NAME:LIMITS",
     )
 

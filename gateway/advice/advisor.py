@@ -29,7 +29,7 @@ from gateway.workers.registry import Worker
 
 @dataclass(frozen=True, slots=True)
 class AdviceSettings:
-    """The options ``--advice-*``; the objectives are those of requests without their own."""
+    """The options ``--advice-*``; the objectives are those while no request has ended."""
 
     window_s: float
     hold_s: float

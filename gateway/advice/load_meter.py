@@ -43,7 +43,7 @@ class LoadMeter:
 
     Args:
         window_s: over which arrivals are averaged.
-        objectives: of requests without their own.
+        objectives: while no request has ended.
     """
 
     def __init__(self, window_s: float, objectives: Objectives) -> None:
@@ -58,8 +58,8 @@ class LoadMeter:
         self._num_ended += 1
         if not stream.first_at:
             return  # its size is not known
-        request, default = stream.request, self._default
-        objectives = Objectives(request.slo_ttft_s or default.ttft_s, request.slo_itl_s or default.itl_s)
+        request = stream.request
+        objectives = Objectives(request.slo_ttft_s or math.inf, request.slo_itl_s or math.inf)
         num_prompt = max(len(request.prompt) - stream.cached_tokens, 0)
         self._ended.append(EndedRequest(stream.ended_at, num_prompt, len(stream.ids), objectives))
 

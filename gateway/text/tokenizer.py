@@ -18,6 +18,8 @@ from gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetoken
 
 #: Longer texts are tokenized on a thread.
 LONG_CHARACTERS = 16 << 10
+#: A text of so many characters, or a list of so many ids, takes half a second and more.
+HUGE_CHARACTERS, HUGE_IDS = 512 << 10, 512 << 10
 #: Fixed cost of one tokenizer call, expressed in characters.
 CALL_CHARACTERS = 128
 #: More token ids are decoded on a thread; each list of them counts as ``LIST_IDS`` more.
@@ -138,39 +140,49 @@ def _byte_pieces(vocabulary: dict[str, int], size: int) -> list[bytes]:
 
 
 class AsyncTokenizer:
-    """Tokenizes and detokenizes for all served models, and keeps slow work off the event loop, on one thread."""
+    """Tokenizes and detokenizes for all served models, and keeps slow work off the event loop.
+
+    One thread takes the works one by one. Another one takes huge texts, so that no other work waits for seconds.
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._thread_of_huge = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-of-huge-texts")
         self._num_characters = 0  # tokenized on the event loop since its last turn
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._thread_of_huge):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def tokenize(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        """Token ids of a text. A long text is tokenized on the thread; many short ones yield to the event loop."""
+        """Token ids of a text. A long text is tokenized on a thread; many short ones yield to the event loop."""
         if len(text) <= LONG_CHARACTERS:
             self._num_characters += len(text) + CALL_CHARACTERS
             if self._num_characters > LONG_CHARACTERS:
                 self._num_characters = 0
                 await asyncio.sleep(0)
             return tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
-        return await self.on_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param))
+        return await self.on_thread(
+            lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param),
+            is_huge=len(text) > HUGE_CHARACTERS,
+        )
 
     async def detokenize(self, tokenizer: Tokenizer, lists: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
         """Texts of lists of token ids; many ids are decoded on the thread."""
         if sum(map(len, lists)) + LIST_IDS * len(lists) <= LONG_IDS:
             return [tokenizer.decode(ids, skip_special=skip_special) for ids in lists]
-        return await self.on_thread(lambda: tokenizer.decode_all(lists, skip_special=skip_special))
+        return await self.on_thread(
+            lambda: tokenizer.decode_all(lists, skip_special=skip_special), is_huge=sum(map(len, lists)) > HUGE_IDS
+        )
 
-    async def on_thread(self, make: Callable[[], Made]) -> Made:
+    async def on_thread(self, make: Callable[[], Made], *, is_huge: bool = False) -> Made:
         """Runs slow work with text off the event loop.
 
         A connection has at most one such work, so what waits is bounded by the connections and the size of a body. The
         work of a request whose client leaves is dropped at once, and not when its turn comes.
         """
-        waiting = [make]
+        waiting, thread = [make], self._thread_of_huge if is_huge else self._thread
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: waiting[0]())
+            return await asyncio.get_running_loop().run_in_executor(thread, lambda: waiting[0]())
         finally:
             waiting.clear()

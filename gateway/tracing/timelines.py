@@ -196,7 +196,7 @@ class Timelines:
         return (one for one in reversed(self._ended.values()) if scope is None or one.tenant == scope)
 
     def find(self, request_id: str, scope: str | None = None) -> Timeline | None:
-        """The newest timeline with the id of an output, or of the first output with the id of an HTTP request."""
+        """The newest timeline with the id of an output, or of the first output of the HTTP request with this id."""
         running = [
             stream
             for stream in self._running_of(scope)
@@ -204,7 +204,8 @@ class Timelines:
         ]
         ended = [one for one in self._ended_of(scope) if request_id in (one.rid, one.request_id)]
         matching = [*map(Timeline.of, running), *ended]
-        return next((one for one in matching if one.rid == request_id), matching[-1] if matching else None)
+        first = min(matching, key=lambda one: (len(one.rid), one.rid), default=None)  # ...-9 before ...-10
+        return next((one for one in matching if one.rid == request_id), first)
 
     def since(self, instant: float, limit: int, scope: str | None = None) -> list[Timeline]:
         """The newest timelines of outputs that were in flight at this instant or later, newest first."""

@@ -17,6 +17,7 @@ from common.sampling_params import SamplingParams
 from common.scheduling.output_length_predictor import OutputLengthPredictor
 from gateway.requests.admission.priority import PriorityResolver
 from gateway.requests.input.generate_request import GenerateRequest
+from scripts.load_tester.analysis.metrics import slo_limits
 from scripts.load_tester.workload.plan import Plan
 from scripts.load_tester.workload.planned_request import ANSWER, PlannedRequest, Segment, segment_key
 from scripts.load_tester.workload.session_sampling import Session
@@ -157,6 +158,7 @@ class Client:
         classes: Collection[str] = (),
         max_new_tokens: int | None = None,
         timeout_s: float = 600.0,
+        slos: dict[str, float] | None = None,
         concurrency: int = 0,
     ) -> None:
         self._plan = plan
@@ -168,6 +170,7 @@ class Client:
         self._predictor = OutputLengthPredictor()
         self._max_new_tokens = max_new_tokens
         self._timeout_s = timeout_s
+        self._slos = slos or {}
         self._concurrency = concurrency
         self._sessions: Iterator[Session] = iter(plan.sessions)
         self._in_flight: dict[str, tuple[Outcome, Session, int]] = {}
@@ -229,6 +232,7 @@ class Client:
         )
         name = priority_class_of(planned, self._classes)
         expected = planned.num_output if is_known else self._predictor.expected(planned.tenant, prompt)
+        limits = slo_limits(self._plan.classes.get(planned.class_name), self._slos)
         request = GenerateRequest(
             rid,
             rid,
@@ -238,6 +242,8 @@ class Client:
             tenant=planned.tenant,
             expected_output=min(expected, sampling.max_new_tokens),
             timeout_s=self._timeout_s if planned.deadline_ms is None else planned.deadline_ms / 1e3,
+            slo_ttft_s=limits.get("ttft", 0.0),
+            slo_itl_s=limits.get("itl", 0.0),
         )
         return self._priorities.assign([request], planned.priority, name)[0]
 

@@ -184,6 +184,20 @@ class SimulateConfig(
 ):
     ENV_PREFIX: ClassVar[str] = "BATON_SIMULATE_"
 
+    max_total_tokens: int | None = option(
+        None,
+        f"Size of a node's KV pool in tokens. Without it: what --hardware has room for, or {POOL_TOKENS:,}.",
+        minimum=1,
+    )
+    context_length: int | None = option(
+        None, f"Maximum number of tokens of prompt and output together. Without it: {CONTEXT_LENGTH:,}.", minimum=2
+    )
+    chunked_prefill_size: int | None = option(
+        None,
+        "Maximum number of prompt tokens computed in one step; -1: no limit. Without it: 8192, as on a GPU.",
+        minimum=-1,
+    )
+
     def __post_init__(self) -> None:
         if self.replay is not None:
             options = [

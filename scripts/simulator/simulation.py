@@ -66,6 +66,7 @@ class Simulation:
             classes=config.class_weights,
             max_new_tokens=config.max_new_tokens,
             timeout_s=config.request_timeout,
+            slos=config.slos,
             concurrency=config.concurrency or 0,
         )
         self._goals = Objectives(config.slos, plan.classes, config.slo_attainment, config.starvation_bound)

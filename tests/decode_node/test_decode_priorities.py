@@ -96,6 +96,21 @@ def test_local_prompts_that_are_not_urgent_enough_are_not_compared_with_each_row
     assert {waiting for waiting, _ in compared} == {"urgent"}
 
 
+def test_outputs_of_known_length_take_the_pages_of_no_more_requests_than_they_need() -> None:
+    """With room for no further output, so that all of the first one's known output is beyond what is expected."""
+    node = Node(num_pages=40, chunk=64, is_mixed=True, reserved_tokens=0)
+    weak = node.submit("weak", 100, new=60, ignore_eos=True)
+    node.submit("peer", 10, 9, new=60, ignore_eos=True)
+    node.grant()
+    node.receive("weak", "peer")
+    node.step()
+    node.submit("first", 10, 9, new=40, is_local=True, ignore_eos=True)
+    node.step()
+    assert node.state("first") in (State.EXTENDING, State.RUNNING)
+    assert node.state("weak") is State.RETRACTED
+    assert weak.num_preempted == 1
+
+
 def test_the_newest_of_the_least_urgent_requests_is_paused() -> None:
     node = Node(slots=3)
     for rid, priority in (("low", 0), ("middle", 1), ("lower", 0)):

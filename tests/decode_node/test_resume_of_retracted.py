@@ -65,6 +65,27 @@ def test_a_short_part_or_one_without_a_prefill_node_is_computed_locally(
     assert node.run() == ["a"]
 
 
+def test_pages_are_granted_once_the_prefill_node_is_connected_again() -> None:
+    """Nothing else changes between the attempt without a connection and the one with it."""
+    node = Node(num_pages=8, slots=4, rules=PriorityRules(), resume_tokens=0)
+    node.connected.add("prefill")
+    for rid in ("a", "b"):
+        node.submit(rid, 12, new=20)
+    node.grant()
+    node.receive("a", "b")
+    while not node.table.retracted:
+        node.step()
+    ((retracted, _),) = node.table.retracted
+    node.submit("waiting", 20, new=4)
+    node.grant()
+    node.connected.clear()
+    ((running, _),) = node.table.running
+    node.scheduler.abort((running, 0))
+    assert node.grant() == []
+    node.connected.add("prefill")
+    assert node.grant() == [retracted]
+
+
 def test_a_cached_part_is_not_fetched_again() -> None:
     node = Node(resume_tokens=8)
     node.connected.add("prefill")

@@ -1,8 +1,9 @@
 """Bounds how many requests are recovered in a short time, so that failures do not multiply the load. Pure.
 
-A recovery costs about what a new request costs. In ``PERIOD_S`` seconds, as many requests are recovered at once as are
-in flight, and ``MINIMUM`` more: enough for the loss of every node, but each of many failures in a row adds no more load
-than that. A recovery beyond the budget is not refused. It waits, and the next ones wait behind it.
+A recovery costs about what a new request costs. As many requests are recovered at once as are in flight, and
+``MINIMUM`` more: enough for the loss of every node. Many failures in a row add no more load than as many recoveries
+again every ``PERIOD_S`` seconds. A recovery beyond the budget is not refused. It waits, and the next ones wait behind
+it.
 """
 
 MINIMUM = 32

@@ -90,9 +90,18 @@ class _Context(NamedTuple):
 class InputProcessor:
     """Makes requests out of bodies, for all served models."""
 
-    def __init__(self, tokenizer: AsyncTokenizer, *, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        tokenizer: AsyncTokenizer,
+        *,
+        request_timeout_s: float,
+        slo_ttft_ms: float | None,
+        slo_itl_ms: float | None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._request_timeout_s = request_timeout_s
+        self._slo_ttft_ms = slo_ttft_ms
+        self._slo_itl_ms = slo_itl_ms
         self._grammars = GrammarChecker()
 
     def close(self) -> None:
@@ -208,9 +217,10 @@ class InputProcessor:
         context = _Context(
             model, limits, tenant, request_id, cache_root(model.adapter, body.cache_salt or ""), timeout_s
         )
-        if body.slo_ttft_ms is None and body.slo_itl_ms is None:
+        slo_ttft_ms, slo_itl_ms = body.slo_ttft_ms or self._slo_ttft_ms, body.slo_itl_ms or self._slo_itl_ms
+        if slo_ttft_ms is None and slo_itl_ms is None:
             return context
-        return context._replace(slo_ttft_s=(body.slo_ttft_ms or 0.0) / 1000, slo_itl_s=(body.slo_itl_ms or 0.0) / 1000)
+        return context._replace(slo_ttft_s=(slo_ttft_ms or 0.0) / 1000, slo_itl_s=(slo_itl_ms or 0.0) / 1000)
 
     def _openai_context(self, body: OpenAIRequest, model: ServedModel, tenant: str, request_id: str) -> _Context:
         """Checks what both OpenAI endpoints share."""

@@ -25,6 +25,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from common.errors import ErrorCode, RequestError
 from common.system.deep_threads import MAX_GRAMMAR_BYTES, deep_threads
 from gateway.http.protocol.decoding import refuse
+from gateway.requests.input.schema_numbers import problem_with_numbers
 from gateway.requests.input.structural_tags import (
     check_num_bytes,
     check_size,
@@ -337,7 +338,9 @@ def _compiled(lark: str, param: str, *, has_location: bool = False) -> str:
 
 
 def _problem(lark: str) -> str:
-    """Return llguidance's error; empty if the text compiles. Special tokens are checked by nodes."""
+    """Return why a text cannot be followed; empty if it can. Special tokens are checked by nodes."""
+    if problem := problem_with_numbers(lark):
+        return problem
     try:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(lark, None, limits=_LIMITS)
     except BaseException as error:  # a panic of the library, such as at a long text in an error, is no Exception

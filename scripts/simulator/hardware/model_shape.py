@@ -100,7 +100,9 @@ def _parse(content: dict[str, Any], file: Path) -> ModelShape:
             raise ConfigError(f"{file}: {name} is set; models of several experts are not modelled: use --calibrate")
 
     def number(name: str, default: int | None = None) -> int:
-        value = content.get(name, default)
+        value = content.get(name)
+        if value is None:
+            value = default
         if type(value) is not int or not 0 < value < 1 << 40:
             raise ConfigError(f"{file}: {name} must be a whole number above 0, not {value!r}")
         return value

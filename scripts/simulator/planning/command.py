@@ -19,15 +19,14 @@ from scripts.simulator.hardware.node_model import NodeModel, find_hardware
 from scripts.simulator.planning.deployment import Deployment
 from scripts.simulator.planning.estimate import LoadSize
 from scripts.simulator.planning.evaluation import Evaluator
-from scripts.simulator.planning.planner import Choices, Objective, Planner, PlanResult
+from scripts.simulator.planning.planner import Choices, Planner, PlanResult
 from scripts.simulator.planning.report import plan_figures, plan_lines
 from scripts.simulator.planning.search import Goal
 from scripts.simulator.planning.verdict import Verdict
-from scripts.simulator.planning.windows import trace_of, windows_of
+from scripts.simulator.planning.windows import seconds_of, trace_of, windows_of
 from scripts.simulator.report import write_report
 
 CHUNKS, BATCH_LIMITS = (8_192, 2_048), (256, 64)
-INFINITE = float("inf")
 #: A simulation of one deployment is bounded by the load, not by the number of nodes tried.
 MAX_DEVICES = 4_096
 
@@ -72,20 +71,22 @@ def make_service_plan(config: SimulateConfig) -> tuple[PlanResult, Mapping[tuple
     """Search for a plan; also returns everything that was simulated for it."""
     windows = windows_of(config, num_windows=config.plan_windows, num_requests=config.plan_requests)
     plans = [make_plan(window, trace_of(window)) for window in windows]
-    load = LoadSize.of(plans)
-    if not load.span_s:
-        raise ConfigError("--plan needs requests at different instants: raise --plan-requests, or lower --burst-size")
+    if not any(plan.seconds for plan in plans):
+        raise ConfigError(
+            "--plan needs requests at different instants of a window: raise --plan-requests, or lower --plan-windows "
+            "or --burst-size"
+        )
+    span_s = sum(seconds_of(window, sum(map(len, plan.sessions))) for window, plan in zip(windows, plans, strict=True))
+    load = LoadSize.of(plans, span_s, config.slos)
     goal = Goal(config.slo_attainment, config.plan_confidence, MAX_DEVICES)
     choices = choices_of(config)
     pool = config.max_total_tokens or max(node.pool_tokens for node in choices.nodes.values())
     _check_requests(config, [one for plan in plans for session in plan.sessions for one in session], pool)
-    objective = Objective(config.slos.get("ttft", INFINITE), config.slos.get("itl", config.slos.get("tpot", INFINITE)))
     progress = PlanProgress(config.progress and sys.stderr.isatty())
     processes = config.plan_processes or os.cpu_count() or 1
     try:
         with Evaluator(windows, goal, num_processes=processes, on_result=progress) as evaluate:
-            planner = Planner(evaluate, load, choices, objective=objective, goal=goal)
-            return planner.plan(), evaluate.known
+            return Planner(evaluate, load, choices, goal=goal).plan(), evaluate.known
     finally:
         progress.clear()
 
@@ -129,7 +130,8 @@ def choices_of(config: SimulateConfig) -> Choices:
         fitting = tuple(hardware.tensor_parallel_sizes())
         prefill_tps = (config.prefill_tp,) if config.prefill_tp != default.prefill_tp else fitting
         decode_tps = (config.decode_tp,) if config.decode_tp != default.decode_tp else fitting
-        nodes = {tp: hardware.node(tp) for tp in {*prefill_tps, *decode_tps}}
+        nodes = {tp: hardware.node(tp) for tp in prefill_tps}
+        nodes |= {tp: hardware.node(tp, flag="--decode-tp") for tp in decode_tps}
     if config.price_per_hour is not None:
         price = config.price_per_hour
         nodes = {tp: replace(node, price_per_hour=price * node.num_devices) for tp, node in nodes.items()}

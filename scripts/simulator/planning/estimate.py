@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common import capacity
+from scripts.load_tester.analysis.metrics import slo_limits
 from scripts.load_tester.workload.plan import Plan
 from scripts.load_tester.workload.planned_request import ideal_cached_tokens
 from scripts.simulator.costs import Costs, StepWork
@@ -21,11 +22,27 @@ ROWS_BESIDE = 32
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """Tokens of one request; ``num_cached`` of its prompt are in a perfect prefix cache."""
+    """Tokens of one request, and its objectives.
+
+    Attributes:
+        num_cached: tokens of the prompt that are in a perfect prefix cache.
+        ttft_s: until its prompt must be computed.
+        itl_s: for a decode step.
+    """
 
     num_input: int
     num_cached: int
     num_output: int
+    ttft_s: float = math.inf
+    itl_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Limits in seconds; infinite without one."""
+
+    ttft_s: float
+    itl_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +53,24 @@ class LoadSize:
     span_s: float
 
     @classmethod
-    def of(cls, plans: Sequence[Plan]) -> "LoadSize":
+    def of(cls, plans: Sequence[Plan], span_s: float, slos: dict[str, float]) -> "LoadSize":
+        """Args: slos: limits of requests whose class has none of its own."""
         found: list[RequestSize] = []
         for plan in plans:
             planned = [request for session in plan.sessions for request in session]
-            cached = ideal_cached_tokens(planned)
-            found += [RequestSize(one.num_input, hit, one.num_output) for one, hit in zip(planned, cached, strict=True)]
-        return cls(tuple(found), sum(plan.seconds or 0.0 for plan in plans))
+            for one, hit in zip(planned, ideal_cached_tokens(planned), strict=True):
+                limits = slo_limits(plan.classes.get(one.class_name), slos)
+                ttft_s = min(limits.get(name, math.inf) for name in ("ttft", "e2e"))
+                itl_s = limits.get("itl", limits.get("tpot", math.inf))
+                found.append(RequestSize(one.num_input, hit, one.num_output, ttft_s, itl_s))
+        return cls(tuple(found), span_s)
+
+    def objective(self, share: float) -> Objective:
+        """The strictest objectives that must be held so that ``share`` of the requests are within their own."""
+        place = min(int(round((1 - share) * len(self.requests), 6)), len(self.requests) - 1)
+        return Objective(
+            sorted(one.ttft_s for one in self.requests)[place], sorted(one.itl_s for one in self.requests)[place]
+        )
 
     @property
     def requests_per_s(self) -> float:
@@ -68,9 +96,9 @@ def prefill_s(size: RequestSize, costs: Costs, chunk: int) -> float:
     return seconds
 
 
-def share_within_ttft(load: LoadSize, costs: Costs, chunk: int, ttft_s: float) -> float:
-    """Share of requests whose prompt, alone on a node, is computed within the objective."""
-    good = sum(prefill_s(one, costs, chunk) + 2 * costs.message_s <= ttft_s for one in load.requests)
+def share_within_ttft(load: LoadSize, costs: Costs, chunk: int) -> float:
+    """Share of requests whose prompt, alone on a node, is computed within their objective."""
+    good = sum(prefill_s(one, costs, chunk) + 2 * costs.message_s <= one.ttft_s for one in load.requests)
     return good / len(load.requests)
 
 

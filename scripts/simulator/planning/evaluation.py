@@ -107,9 +107,14 @@ class _Watch:
             missed = ["ttft"]
         self.judged.append(outcome)
         self.num_good += not missed
-        self.num_late += "ttft" in missed
-        self.num_slow += bool(missed) and "ttft" not in missed
+        is_late = "ttft" in missed or (missed == ["e2e"] and _waits_longer_than_it_decodes(outcome))
+        self.num_late += is_late
+        self.num_slow += bool(missed) and not is_late
         return True
+
+
+def _waits_longer_than_it_decodes(outcome: Outcome) -> bool:
+    return outcome.ttft_s > (outcome.ended_at - outcome.due_at) / 2
 
 
 class Evaluator:

@@ -3,6 +3,7 @@
 Everything here follows from ``evaluate``; simulations, processes and printing are elsewhere.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -39,14 +40,6 @@ class Choices:
     batch_limits: tuple[int, ...] = (256, 64)
     local_prefills: tuple[LocalPrefillMode, ...] = ("never", "auto")
     page_size: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """Limits in seconds; infinite without one."""
-
-    ttft_s: float
-    itl_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +123,13 @@ class Planner:
         load: LoadSize,
         choices: Choices,
         *,
-        objective: Objective,
         goal: Goal,
         factors: Sequence[float] = FACTORS,
     ) -> None:
         self._evaluate = evaluate
         self._load = load
         self._choices = choices
-        self._objective = objective
+        self._objective = load.objective(goal.share)
         self._goal = goal
         self._factors = factors
 
@@ -157,26 +149,26 @@ class Planner:
 
     def _separate_starts(self) -> Iterator[Deployment]:
         """One start for each pair of tensor parallelism at which single requests can meet the objectives."""
-        own, goal = self._choices, self._objective
+        own, itl_s = self._choices, self._objective.itl_s
         chunk, limit = own.chunks[0], own.batch_limits[0]
         for prefill_tp in own.prefill_tps:
             costs = own.nodes[prefill_tp].costs
-            if estimate.share_within_ttft(self._load, costs, chunk, goal.ttft_s) < self._goal.share:
+            if estimate.share_within_ttft(self._load, costs, chunk) < self._goal.share:
                 continue
             for decode_tp in own.decode_tps:
-                if estimate.largest_batch(self._load, own.nodes[decode_tp], goal.itl_s, limit):
+                if estimate.largest_batch(self._load, own.nodes[decode_tp], itl_s, limit):
                     settings = Settings(prefill_tp, decode_tp, chunk, limit, own.local_prefills[0])
                     yield self._start(settings, 1.0)
 
     def _colocated_starts(self) -> Iterator[Deployment]:
-        own, goal = self._choices, self._objective
+        own, itl_s = self._choices, self._objective.itl_s
         limit = own.batch_limits[0]
         for tp in own.decode_tps:
             node = own.nodes[tp]
-            chunk = estimate.colocated_chunk(self._load, node, goal.itl_s, own.page_size)
-            if estimate.share_within_ttft(self._load, node.costs, chunk, goal.ttft_s) < self._goal.share:
+            chunk = estimate.colocated_chunk(self._load, node, itl_s, own.page_size)
+            if estimate.share_within_ttft(self._load, node.costs, chunk) < self._goal.share:
                 continue
-            if estimate.largest_batch(self._load, node, goal.itl_s, limit):
+            if estimate.largest_batch(self._load, node, itl_s, limit):
                 yield self._start(Settings(1, tp, chunk, limit, "always"), 1.0)
 
     def _start(self, settings: Settings, factor: float) -> Deployment:
@@ -254,12 +246,14 @@ class Planner:
     def _why_not(self, has_starts: bool) -> str:
         if has_starts:
             return f"no deployment of up to {self._goal.max_devices:,} devices holds the objectives"
-        own, goal = self._choices, self._objective
+        own = self._choices
         if all(
-            estimate.share_within_ttft(self._load, own.nodes[tp].costs, own.chunks[0], goal.ttft_s) < self._goal.share
+            estimate.share_within_ttft(self._load, own.nodes[tp].costs, own.chunks[0]) < self._goal.share
             for tp in own.prefill_tps
         ):
             return "prompts take longer than --slo-ttft even alone on a node: raise it, or take faster hardware"
+        if not any(estimate.largest_batch(self._load, own.nodes[tp], math.inf, 1) for tp in own.decode_tps):
+            return "a request does not fit into the KV pool of a node: raise --max-total-tokens, or take more memory"
         return (
             "a decode step takes longer than --slo-itl or --slo-tpot even with one request: raise it, or take faster "
             "hardware"

@@ -17,8 +17,8 @@ class WindowResult:
         num_expected: requests that would count if the simulation ran to its end.
         num_judged: requests that count and whose objectives are decided.
         num_good: of these, those within all their objectives.
-        num_late: those whose first token missed its objective.
-        num_slow: those whose later tokens missed theirs.
+        num_late: those whose first token missed its objective, or took most of a time to the last one that missed its.
+        num_slow: the others that missed any.
         ttft_p99_s, itl_p99_s: 99th percentiles of requests that ended; 0 without any.
         is_whole: False if the simulation was stopped early, since too many requests had missed their objectives.
     """

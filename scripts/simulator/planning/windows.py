@@ -1,6 +1,7 @@
 """Windows of a load: stretches of a trace, or seeds of a drawn load, that are simulated one by one."""
 
 import math
+from bisect import bisect_left
 from dataclasses import replace
 from functools import lru_cache
 
@@ -35,14 +36,15 @@ def windows_of(config: SimulateConfig, *, num_windows: int, num_requests: int) -
             for number, first in enumerate(firsts)
         ]
     instants = [row.at or 0.0 for row in rows]
+    gap = (instants[-1] - instants[0]) / (len(instants) - 1)
     scale = config.time_scale
     if config.rate is not None:
-        scale = (len(instants) - 1) / (instants[-1] - instants[0]) / _rate(config)
+        scale = 1 / gap / _rate(config)
     found = []
     for number, first in enumerate(firsts):
         begin = instants[first]
-        end = next((at for at in instants[first + each :] if at > begin), instants[-1] + 1.0)
-        span_s = (min(end, instants[-1]) - begin) * scale
+        end = next((at for at in instants[first + each :] if at > begin), min(instants[-1] + gap, config.window[1]))
+        arrivals_s = (instants[bisect_left(instants, end) - 1] - begin) * scale
         found.append(
             replace(
                 config,
@@ -51,10 +53,18 @@ def windows_of(config: SimulateConfig, *, num_windows: int, num_requests: int) -
                 rate=None,
                 num_requests=None,
                 seed=config.seed + number,
-                warmup=f"{WARMUP_SHARE * span_s:.6f}",
+                warmup=f"{WARMUP_SHARE * arrivals_s:.6f}",
             )
         )
     return found
+
+
+def seconds_of(window: SimulateConfig, num_requests: int) -> float:
+    """The time in which this many requests arrive: until the next one that the window does not have."""
+    if window.rate is not None:
+        return num_requests / _rate(window)
+    begin, end = window.window
+    return (end - begin) * window.time_scale
 
 
 def trace_of(config: SimulateConfig) -> Trace | None:

@@ -85,7 +85,7 @@ def test_objectives_are_the_strictest_that_more_than_a_tenth_of_the_requests_hav
     meter = LoadMeter(10.0, Objectives(itl_s=0.2))
     assert meter.objectives() == Objectives(INF, 0.2)
     for number in range(20):
-        meter.ended(output(1.0, ttft_s=0.1 if number < 2 else 0.5 if number < 12 else 0.0))
+        meter.ended(output(1.0, ttft_s=0.1 if number < 2 else 0.5 if number < 12 else 0.0, itl_s=0.2))
     assert meter.objectives() == Objectives(0.5, 0.2)
     for _ in range(3):
         meter.ended(output(1.0, ttft_s=0.1, itl_s=0.05))

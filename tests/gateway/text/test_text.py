@@ -19,7 +19,7 @@ from common.errors import ConfigError, RequestError
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.detokenizer import MAX_HELD_IDS, WindowDetokenizer
 from gateway.text.stop_strings import StopMatcher
-from gateway.text.tokenizer import AsyncTokenizer, Tokenizer
+from gateway.text.tokenizer import LONG_CHARACTERS, AsyncTokenizer, Tokenizer
 
 TOKENIZER = make_tokenizer()
 TEXT = Tokenizer(TOKENIZER)
@@ -304,6 +304,18 @@ def test_templates_have_the_special_tokens_of_a_file_of_their_own(tmp_path, more
 
 def test_corpus_is_what_the_tokenizer_was_made_of():
     assert all(TEXT.decode(TEXT.encode(line, add_special_tokens=True), skip_special=False) == line for line in CORPUS)
+
+
+async def test_other_texts_do_not_wait_for_a_huge_one() -> None:
+    tokenizer, may_end = AsyncTokenizer(), threading.Event()
+    huge = asyncio.ensure_future(tokenizer.on_thread(may_end.wait, is_huge=True))
+    long_text = "To be " * 3_000
+    assert len(long_text) > LONG_CHARACTERS
+    assert await tokenizer.tokenize(TEXT, long_text, add_special_tokens=False, param="prompt")
+    assert not huge.done()
+    may_end.set()
+    await huge
+    tokenizer.close()
 
 
 async def test_the_text_of_a_request_whose_client_has_left_does_not_wait_for_the_thread() -> None:

@@ -1,6 +1,7 @@
 """``simulate --plan``: windows of a load, the plan of a small trace, its reports, and refused options."""
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -23,13 +24,13 @@ from scripts.simulator.main import main
 from scripts.simulator.planning import command, estimate
 from scripts.simulator.planning.command import choices_of
 from scripts.simulator.planning.deployment import Deployment, Settings
-from scripts.simulator.planning.estimate import LoadSize, RequestSize
+from scripts.simulator.planning.estimate import LoadSize, Objective, RequestSize
 from scripts.simulator.planning.evaluation import Evaluator, deployed, run_window
 from scripts.simulator.planning.planner import PlanResult
 from scripts.simulator.planning.report import deployment_words
 from scripts.simulator.planning.search import Goal
 from scripts.simulator.planning.verdict import WindowResult
-from scripts.simulator.planning.windows import scaled, trace_of, windows_of
+from scripts.simulator.planning.windows import scaled, seconds_of, trace_of, windows_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -52,7 +53,7 @@ def test_windows_of_a_trace_are_spread_over_it(trace: Path) -> None:
     plans = [make_plan(window) for window in windows]
     assert [plan.num_requests for plan in plans] == [20] * 4
     assert [window.window[0] for window in windows] == pytest.approx([0.0, 16.5, 33.0, 50.0])
-    assert windows[0].warmup_s == pytest.approx(0.2 * 10)
+    assert windows[0].warmup_s == pytest.approx(0.2 * 9.5)
     assert not windows[0].plan
     faster = make_plan(scaled(windows[1], 4.0))
     assert faster.num_requests == 20
@@ -62,6 +63,61 @@ def test_windows_of_a_trace_are_spread_over_it(trace: Path) -> None:
 def test_a_short_trace_is_divided_into_windows(trace: Path) -> None:
     windows = windows_of(config("--plan", f"--trace={trace}", "--slo-ttft=1"), num_windows=3, num_requests=9_000)
     assert [make_plan(window).num_requests for window in windows] == [40, 40, 40]
+
+
+def test_every_window_of_a_trace_with_gaps_counts_requests(tmp_path: Path) -> None:
+    """Bursts of 20 requests within a second, 100 s apart: the gap belongs to a window, but is no warm-up."""
+    file = tmp_path / "trace.jsonl"
+    rows = [{"at": 100.0 * (n // 20) + n % 20 / 20, "input_length": 500, "output_length": 5} for n in range(60)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    windows = windows_of(config("--plan", f"--trace={file}", "--slo-ttft=1"), num_windows=3, num_requests=60)
+    assert [window.warmup_s for window in windows] == pytest.approx([0.2 * 0.95] * 3)
+    assert [seconds_of(window, 20) for window in windows[:2]] == pytest.approx([100.0] * 2)
+    assert all(run_window(deployed(window, Deployment(1, 1)), 0.9).num_expected == 16 for window in windows)
+
+
+def test_no_window_exceeds_the_part_of_the_trace_that_is_asked_for(tmp_path: Path) -> None:
+    """100 requests a second; one second more would be as many requests as two windows have."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(json.dumps({"at": n / 100, "input_length": 9, "output_length": 2}) for n in range(999)))
+    asked = ["--plan", f"--trace={file}", "--slo-ttft=1", "--trace-window=0:3"]
+    windows = windows_of(config(*asked), num_windows=3, num_requests=150)
+    assert [make_plan(window).num_requests for window in windows] == [50] * 3
+    assert windows[-1].window[1] == pytest.approx(3.0)
+    assert [seconds_of(window, 50) for window in windows] == pytest.approx([0.5] * 3)
+
+
+def test_a_load_is_as_fast_as_its_requests_arrive(trace: Path) -> None:
+    """Small windows have one more gap than lies between their requests."""
+    for words in ([f"--trace={trace}"], [f"--trace={trace}", "--rate=2"], ["--rate=2"]):
+        windows = windows_of(config("--plan", *words, "--slo-ttft=1"), num_windows=6, num_requests=12)
+        plans = [make_plan(window) for window in windows]
+        assert LoadSize.of(plans, sum(seconds_of(window, 2) for window in windows), {}).requests_per_s == pytest.approx(
+            2
+        )
+
+
+MIX = "chat:share=1,input=200,output=20; batch:share=9,input=30000,output=20,slo-ttft=30s,slo-itl=2s"
+
+
+def test_each_class_of_requests_is_held_to_its_own_objectives() -> None:
+    """Prompts of 30,000 tokens take 1.5 s, which only the other class may not."""
+    given = config("--plan", f"--mix={MIX}", "--slo-ttft=500ms", "--slo-itl=60ms", "--rate=2")
+    plans = [make_plan(window) for window in windows_of(given, num_windows=3, num_requests=300)]
+    load = LoadSize.of(plans, 150.0, given.slos)
+    assert {(one.num_input, one.ttft_s, one.itl_s) for one in load.requests} == {(200, 0.5, 0.06), (30_000, 30.0, 2.0)}
+    assert estimate.share_within_ttft(load, Costs(0.005, 50e-6, 20e-6, 0.0), 8_192) == 1.0
+    assert load.objective(0.99) == Objective(0.5, 0.06)
+    assert load.objective(0.5) == Objective(30.0, 2.0)
+
+
+def test_a_limit_for_the_whole_answer_asks_for_the_nodes_that_take_most_of_it() -> None:
+    """Prompts of 4,000 tokens queue at one node; outputs of 10 tokens are soon decoded."""
+    load = ["--rate=10", "--mix=all:share=1,input=4000,output=10", "--num-requests=60", "--slo-e2e=600ms"]
+    window = config(*load).without_plan()
+    found = run_window(deployed(window, Deployment(1, 1)), 0.9)
+    assert found.num_late > 0
+    assert found.num_slow == 0
 
 
 def test_a_rate_sets_the_pace_of_the_whole_trace(trace: Path) -> None:
@@ -98,12 +154,13 @@ def test_windows_of_a_trace_without_timestamps_are_spread_over_it_too(tmp_path: 
 
 
 def test_estimates_follow_from_tokens_and_costs() -> None:
-    load = LoadSize((RequestSize(1_000, 500, 10),) * 20, 10.0)
+    load = LoadSize((RequestSize(1_000, 500, 10, ttft_s=0.53),) * 19 + (RequestSize(1_000, 500, 10, 0.52),), 10.0)
     node = NodeModel(Costs(0.01, 0.001, 0.001, 0.0), 256, 20_000, 1, 1.0)
     assert estimate.prefill_s(load.requests[0], node.costs, 300) == pytest.approx(2 * 0.01 + 0.5)
     assert estimate.prefill_s(load.requests[0], node.costs, -1) == pytest.approx(0.01 + 0.5)  # the whole prompt at once
-    assert estimate.share_within_ttft(load, node.costs, 300, 0.53) == 1.0
-    assert estimate.share_within_ttft(load, node.costs, 300, 0.52) == 0.0
+    assert estimate.share_within_ttft(load, node.costs, 300) == 0.95
+    assert load.objective(0.95) == Objective(0.53, math.inf)
+    assert load.objective(0.96) == Objective(0.52, math.inf)
     assert estimate.prefill_nodes(load, node, 300, 1.0) == 2  # 10.4 s of work in 10 s, busy for 70 %
     assert estimate.largest_batch(load, node, 0.03, 256) == 14  # 10 ms + 14 ms are 80 % of the objective
     assert estimate.largest_batch(load, node, 0.03, 8) == 8
@@ -253,7 +310,7 @@ def test_nothing_holds_an_impossible_objective(trace: Path, capsys: pytest.Captu
 
 def test_windows_of_a_single_burst_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--plan", "--arrival=burst", "--burst-size=99", *GOALS]) == 2
-    assert "--plan needs requests at different instants" in capsys.readouterr().err
+    assert "--plan needs requests at different instants of a window" in capsys.readouterr().err
 
 
 class SearchBegins(Exception):

@@ -10,7 +10,7 @@ from scripts.simulator.costs import Costs
 from scripts.simulator.hardware.node_model import NodeModel
 from scripts.simulator.planning.deployment import Deployment, Settings
 from scripts.simulator.planning.estimate import LoadSize, RequestSize
-from scripts.simulator.planning.planner import FACTORS, Choices, LoadRow, Objective, Planner, PlanResult
+from scripts.simulator.planning.planner import FACTORS, Choices, LoadRow, Planner, PlanResult
 from scripts.simulator.planning.report import crossing_words, plan_lines, short_words
 from scripts.simulator.planning.search import MAX_FACTOR, Found, Goal, best_settings, capacity, fewest, tune
 from scripts.simulator.planning.verdict import Verdict, WindowResult, is_hopeless, judge
@@ -108,12 +108,10 @@ def test_capacity_is_zero_where_nothing_holds() -> None:
 
 
 def test_a_plan_that_holds_all_loads_that_were_tried_names_the_last_one() -> None:
-    load = LoadSize((RequestSize(1_000, 0, 10),) * 10, 10.0)
+    load = LoadSize((RequestSize(1_000, 0, 10, 10.0, 1.0),) * 10, 10.0)
     choices = Choices({1: NodeModel(Costs(0.01, 0.001, 0.001, 0.0), 256, 20_000, 1, 1.0)})
     config = parse(SimulateConfig, ["--plan", "--slo-ttft=10s"], command="simulate")
-    plan = Planner(
-        lambda deployment, factor: verdict(1.0), load, choices, objective=Objective(10.0, 1.0), goal=GOAL
-    ).plan()
+    plan = Planner(lambda deployment, factor: verdict(1.0), load, choices, goal=GOAL).plan()
     lines = plan_lines(plan, config)
     assert [line for line in lines if line.startswith(("reserve", "next node"))] == [
         "reserve     1 colocated hold over 69.4 requests/s, the last load that was tried"
@@ -125,9 +123,9 @@ def test_a_plan_that_holds_all_loads_that_were_tried_names_the_last_one() -> Non
 
 
 def rows_of(service: Service) -> tuple[LoadRow, ...]:
-    load = LoadSize((RequestSize(1_000, 0, 10),) * 10, 10.0)
+    load = LoadSize((RequestSize(1_000, 0, 10, 10.0, 1.0),) * 10, 10.0)
     choices = Choices({1: NodeModel(Costs(0.01, 0.001, 0.001, 0.0), 256, 20_000, 1, 1.0)})
-    return Planner(service, load, choices, objective=Objective(10.0, 1.0), goal=GOAL).plan().rows
+    return Planner(service, load, choices, goal=GOAL).plan().rows
 
 
 def test_the_load_at_which_a_colocated_pool_ceases_to_be_cheaper_is_found_within_a_tenth() -> None:

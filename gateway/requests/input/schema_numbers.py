@@ -1,0 +1,93 @@
+"""Finds the numbers in JSON schemas that llguidance would not follow. Pure.
+
+It reads every number as a double and holds bounds of integers in 64 bits. So integers beyond 2**53 may be rounded. A
+range of integers that ends at -2**63 overflows the stack, which ends the process.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+_LIMIT = float(2**63)
+#: A schema in a Lark text.
+_JSON = re.compile(r"%json(?:\s|//[^\n]*)*")
+_NUMBER = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+#: Keywords whose value holds schemas under names that the client chooses.
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+class _Object(NamedTuple):
+    """A JSON object with all of its members: which of two with one name counts is up to the reader."""
+
+    members: list[tuple[str, Any]]
+
+
+def problem_with_numbers(lark: str) -> str:
+    """Why the numbers of the schemas in a Lark text cannot be followed, as a sentence; empty if they can."""
+    decoder = json.JSONDecoder(object_pairs_hook=_Object)
+    for found in _JSON.finditer(lark):
+        try:
+            schema, _ = decoder.raw_decode(lark, found.end())
+        except ValueError:  # no JSON here, or JSON that only llguidance can read: take every number that follows
+            texts = _NUMBER.findall(lark, found.end())
+            return next(_problems(_Object([("enum", list(map(float, texts)))])), "")
+        for problem in _problems(schema):
+            return problem
+    return ""
+
+
+def _problems(schema: Any, *, is_map: bool = False) -> Iterator[str]:
+    if isinstance(schema, list):
+        for child in schema:
+            yield from _problems(child)
+    if not isinstance(schema, _Object):
+        return
+    is_real = ("type", "number") in schema.members
+    for name, value in schema.members:
+        if is_map:
+            yield from _problems(value)
+        elif name in ("const", "enum"):
+            for number in _numbers(value):
+                if number <= -_LIMIT or _double(number) != number:
+                    yield _sentence(name, number)
+        elif name in (*_LOWER, *_UPPER) and isinstance(value, (int, float)):
+            overflows = name in _UPPER and value <= -_LIMIT
+            if overflows or (not is_real and _allows_others(name, value)):
+                yield _sentence(name, value)
+        else:
+            yield from _problems(value, is_map=name in _MAPS)
+
+
+def _allows_others(name: str, bound: int | float) -> bool:
+    """Whether the bound of a range, once rounded, allows integers that it forbids."""
+    rounded = _double(bound)
+    if abs(rounded) >= _LIMIT:  # becomes the last integer of 64 bits
+        return (rounded > 0) == (name in _LOWER)
+    if name.startswith("exclusive"):
+        return rounded != bound
+    return rounded < bound if name in _LOWER else rounded > bound
+
+
+def _double(number: int | float) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    if isinstance(value, _Object):
+        value = [child for _, child in value.members]
+    if isinstance(value, list):
+        for child in value:
+            yield from _numbers(child)
+    elif isinstance(value, (int, float)):
+        yield value
+
+
+def _sentence(name: str, number: int | float) -> str:
+    shown = str(number) if isinstance(number, float) or abs(number) < 10**30 else "of more than 30 digits"
+    return f"{name} {shown} cannot be held exactly: use integers up to 2**53, or text"
