@@ -31,9 +31,9 @@ def find_model(
     if not path_or_hub_id:
         raise ConfigError(f"{flag}is empty: no such folder; give a folder or a hub id")
     path = Path(os.path.expanduser(path_or_hub_id))
-    if path.is_dir():
+    if os.path.isdir(path):  # False in a folder that may not be searched, where the method raises
         return path
-    if path.exists():
+    if os.path.exists(path):
         what = "GGUF files are not read" if path.suffix == ".gguf" else "not a folder"
         raise ConfigError(f"{flag}{path_or_hub_id}: {what}; give the folder that holds config.json")
     if path_or_hub_id.startswith((".", "/", "~")) or path_or_hub_id.count("/") > 1:

@@ -35,6 +35,8 @@ def check_discovery(config: DiscoveryOptions) -> None:
         check_unset(config, ("etcd_prefix", "etcd_ca", "etcd_cert", "etcd_cert_key"), "needs --etcd")
         return
     for url in config.etcd_urls:
+        if "@" in url:
+            raise ConfigError("--etcd takes no user names and passwords; use --etcd-cert and --etcd-cert-key")
         if not _is_server(url):
             raise ConfigError(f"--etcd must be URLs such as http://10.0.0.5:2379, not {url!r}")
     if (config.etcd_cert is None) != (config.etcd_cert_key is None):

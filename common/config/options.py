@@ -174,6 +174,8 @@ def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any
     except tomllib.TOMLDecodeError as error:
         _check_names(text, commands, path)
         raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested lists
+        raise ConfigError(f"--config {path} has a number that is too long, or is nested too deeply") from error
     tables = {key: value for key, value in content.items() if isinstance(value, dict)}
     for name in tables:
         if name not in commands:
@@ -233,7 +235,7 @@ def _converted(found: Option, given: Any, source: str) -> Any:
     if type(given) is found.kind:
         return given
     if found.kind is float and type(given) is int:
-        return float(given)
+        return float(str(given))  # infinite, where float(given) would overflow
     if found.kind is str and type(given) in (int, float):  # in a file, rate = 4 means rate = "4"
         return str(given)
     if not isinstance(given, str):

@@ -6,7 +6,7 @@ from typing import Any
 from common.config.batching import BatchingOptions
 from common.config.gateway import AdviceOptions, HttpOptions, RoutingOptions, TracingOptions, check_http
 from common.config.lora import LoraOptions, check_lora
-from common.config.options import option
+from common.config.options import option, options_of
 from common.config.scheduling import SchedulingOptions
 from common.config.shared import (
     EngineOptions,
@@ -60,6 +60,7 @@ class ServeConfig(
         check_lora(self)
         check_node_http(self)
         check_node_ports(self)
+        check_node_memory(self)
         check_http(self)
         check_local_prefill(self)
         if self.max_queued_requests == 0:
@@ -70,6 +71,16 @@ def check_node_ports(config: ServeConfig) -> None:
     last = (config.http_port or 0) + config.prefill + config.decode - 1
     if config.http_port and last > 65535:
         raise ConfigError(f"--http-port {config.http_port} is too high: the last node would get port {last}")
+
+
+def check_node_memory(config: ServeConfig) -> None:
+    num_nodes = config.prefill + config.decode
+    least = options_of(ServeConfig)["memory_fraction"].minimum or 0.0  # which is that of a node
+    if config.memory_fraction < least * num_nodes:
+        raise ConfigError(
+            f"--memory-fraction {config.memory_fraction:g} is too little for {num_nodes} nodes; give at least "
+            f"{least * num_nodes:g}"
+        )
 
 
 def check_local_prefill(config: Any) -> None:

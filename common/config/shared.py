@@ -91,7 +91,7 @@ class ModelOptions:
         if self.model == SMALL_MODEL:
             return SMALL_MODEL_NAME
         folder = Path(os.path.expanduser(self.model))
-        return folder.resolve().name if folder.is_dir() else self.model
+        return folder.resolve().name if os.path.isdir(folder) else self.model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,5 +332,5 @@ def check_keys(config: ModelOptions) -> None:
 
 
 def check_revision(config: ModelOptions) -> None:
-    if config.revision is not None and Path(os.path.expanduser(config.model)).is_dir():
+    if config.revision is not None and os.path.isdir(os.path.expanduser(config.model)):
         raise ConfigError(f"--revision is for hub models, but --model {config.model} is a folder; leave one out")

@@ -6,6 +6,7 @@ drops the adapter when all gateways have said so and the last request on the nod
 """
 
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -111,7 +112,7 @@ class NodeAdapters:
             ConfigError: one cannot be loaded, or there is no such folder.
         """
         root = self._config.lora_dir
-        if root is not None and not Path(root).expanduser().is_dir():
+        if root is not None and not os.path.isdir(os.path.expanduser(root)):
             raise ConfigError(f"--lora-dir {root}: there is no such folder")
         for name, folder in adapters_at_start(self._config).items():
             try:

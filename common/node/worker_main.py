@@ -92,8 +92,9 @@ def end_process(status: int) -> NoReturn:
     busy machine if that is a large product of matrices. All requests are answered and all sockets closed by now.
     """
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it was closed when this process started
+            stream.flush()
     os._exit(status)
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 import zmq.auth
 from zmq.utils import z85
 
-from common.errors import ConfigError
+from common.errors import ConfigError, reason_of
 from common.wire.curve import KEY_BYTES, CurveKeys
 
 GATEWAY, NODE = "gateway", "node"
@@ -47,13 +47,17 @@ def load_keys(keys: str | None, *, is_insecure: bool, role: Literal["gateway", "
 
 def read_folder(folder: Path, role: Literal["gateway", "node"]) -> CurveKeys:
     """Raises ConfigError as ``load_keys``."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False in a folder that may not be searched, where the method raises
         raise ConfigError(f"--keys {folder} is not a folder; make one for each host with baton keygen")
-    names = sorted((folder / "nodes").glob("*.key"))
+    try:
+        names = sorted(path for path in (folder / "nodes").iterdir() if path.suffix == ".key")
+        is_gateways = role != GATEWAY or (folder / "gateway.key_secret").exists()
+    except OSError as error:
+        raise ConfigError(f"--keys {folder} cannot be read: {reason_of(error)}") from error
     if len(names) > MAX_PERMITTED:
         raise ConfigError(f"--keys {folder} permits more than {MAX_PERMITTED} nodes; remove files from {folder}/nodes")
     permitted = {_public(path): path.stem for path in names}
-    if role == GATEWAY and not (folder / "gateway.key_secret").exists():
+    if not is_gateways:
         raise ConfigError(
             f"--keys {folder} is the folder of a host without the gateway: it has no gateway.key_secret; start the "
             "gateway on the first host that baton keygen was given"

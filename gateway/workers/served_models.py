@@ -161,7 +161,7 @@ def model_folders(config: GatewayConfig) -> dict[str, Path]:
     folders = {config.served_name: first}
     for name, place in also_served(config).items():
         plain, _, revision = place.rpartition("@")
-        is_revised = bool(plain) and not Path(os.path.expanduser(place)).is_dir()
+        is_revised = bool(plain) and not os.path.isdir(os.path.expanduser(place))
         found = (plain, revision) if is_revised else (place, None)
         folders[name] = find_model(*found, patterns=FILES, flag=f"--also-serve {name}=")
     return folders

@@ -32,6 +32,7 @@ from common.errors import BatonError, ConfigError
 from common.model_folder import find_checkpoint
 from common.reminder import Reminder
 from common.system.cpu_cores import usable_cores
+from common.system.loading_signals import end_on_signals
 from common.wire.address import cannot_bind, in_url
 from common.wire.curve import draw_keys
 from gateway.http.access.tls import make_tls_context
@@ -55,6 +56,8 @@ Examples:
   serve --model DIR --device cpu --max-total-tokens 50000 --port 8080"""
 POLL_S, CALL_TIMEOUT_S = 0.1, 60.0
 BACKLOG, MAX_PROBES = 1024, 100
+#: Nodes that are named where they are not ready.
+MAX_NAMED = 3
 
 LISTENING_PORTS = range(20_000, 30_000)
 """Above the ports of Ray's workers, below the node ports of Kubernetes."""
@@ -174,7 +177,7 @@ def children(
             if place.group.index > 0:  # the first alone changes roles, or the others would at the same time
                 own |= {"auto_roles": False, "auto_roles_per_hour": GatewayConfig.auto_roles_per_hour}
         found.append(Child(place.name, _argv("gateway", to_flags(GatewayConfig, own)), environ, fds=fds))
-    names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
+    names = node_names(config)
     first_port = config.http_port
     for number, (name, share) in enumerate(zip(names, shares, strict=True)):
         values |= {
@@ -188,6 +191,11 @@ def children(
         argv = _argv("scripts.serving.worker", [name.split("-")[0], *to_flags(NodeConfig, values)])
         found.append(Child(name, argv, _environment(config, share.num_threads, node_keys), share.cpus))
     return found
+
+
+def node_names(config: ServeConfig) -> list[str]:
+    """Names of the nodes, which they keep when they change their roles."""
+    return [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
 
 
 def _argv(module: str, flags: list[str]) -> list[str]:
@@ -269,15 +277,12 @@ def _missing(config: ServeConfig, group: GatewayGroup | None) -> str:
         workers: Any = json.loads(content) if status == 200 else {}
     except (OSError, http.client.HTTPException, ValueError):
         return "the gateway"
-    ours = [worker for worker in workers.get("workers", []) if worker["model"] == config.served_name]
-    roles = [worker["role"] for worker in ours]
-    lacking = [
-        f"{wanted - roles.count(role)} {role} node{'s' if wanted - roles.count(role) > 1 else ''}"
-        for role, wanted in (("prefill", config.prefill), ("decode", config.decode))
-        if wanted > roles.count(role)
-    ]
+    present = {worker["name"] for worker in workers.get("workers", []) if worker["model"] == config.served_name}
+    lacking = [name for name in node_names(config) if name not in present]
     if lacking or ready != 200:
-        return " and ".join(lacking) or "a pair of nodes that can work together"
+        num_others = len(lacking) - MAX_NAMED
+        others = f" and {num_others} other node{'s' if num_others > 1 else ''}" if num_others > 0 else ""
+        return ", ".join(lacking[:MAX_NAMED]) + others or "a pair of nodes that can work together"
     return _failed_request(config, group)
 
 
@@ -430,6 +435,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = resolve(ServeConfig, argv, command="serve", help=HELP)
     output = ServeOutput(config.log_format, config.log_level)
     listener = None
+    if os.getpid() == 1:  # until this process has its own handlers
+        end_on_signals()
     try:
         find_checkpoint(config.model, config.revision)
         listener = bind(config.host, config.port, "--port") if config.workers > 1 else None

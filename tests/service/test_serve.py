@@ -30,7 +30,7 @@ from common.config.serve import ServeConfig
 from common.errors import ConfigError
 from gateway.http.access.tls import make_tls_context
 from scripts.serving.cpu_affinity import Share
-from scripts.serving.serve import _call, _on_signals, bind, children, free_port, tell_ready, with_key
+from scripts.serving.serve import _call, _missing, _on_signals, bind, children, free_port, tell_ready, with_key
 from scripts.serving.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -289,6 +289,25 @@ async def test_serve_goes_on_without_its_terminal_under_nohup() -> None:
         await stopping.wait()
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_nodes_that_have_changed_their_roles_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ServeConfig(prefill=2, decode=4)
+    workers = [{"name": name, "role": "decode", "model": config.served_name} for name in ("prefill-0", "decode-0")]
+
+    def call(config: ServeConfig, group: object, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        return 200, json.dumps({"workers": workers}).encode()
+
+    monkeypatch.setattr("scripts.serving.serve._call", call)
+    monkeypatch.setattr("scripts.serving.serve._failed_request", lambda config, group: "")
+    assert _missing(config, None) == "prefill-1, decode-1, decode-2 and 1 other node"
+    workers += [{**workers[0], "name": name} for name in ("prefill-1", "decode-1", "decode-2", "decode-3")]
+    assert _missing(config, None) == ""
+
+
+def test_memory_that_is_no_share_for_each_node_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--memory-fraction 0.005 is too little for 6 nodes; give at least 0.006"):
+        ServeConfig(prefill=2, decode=4, memory_fraction=0.005)
 
 
 def test_a_free_port_is_found():

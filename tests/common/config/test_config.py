@@ -78,6 +78,9 @@ def test_one_file_serves_several_commands_by_their_tables(file):
         ("port = true", "port in .* must be a whole number, not True"),
         ("[gatway]\nport = 1", r"\[gatway\] in .* is not a command"),
         ("port = ", "is not valid TOML"),
+        ("allowed-hosts = " + "[" * 5_000, "has a number that is too long, or is nested too deeply"),
+        ("port = " + "1" * 5_000, "has a number that is too long, or is nested too deeply"),
+        ("node-timeout = " + "1" * 400, "node-timeout in .* must be a finite number, not inf"),
         (
             "control-port = 1\ncontrol_port = 2",
             "control-port and control_port in .* are the same option; leave one out",

@@ -224,6 +224,7 @@ def test_a_gateway_announces_only_what_nodes_can_dial(options: dict[str, Any], m
     [
         ({"etcd": "10.0.0.5:2379"}, "--etcd must be URLs"),
         ({"etcd": "http://host"}, "--etcd must be URLs"),
+        ({"etcd": "http://root:secret@host:1"}, "--etcd takes no user names and passwords; use --etcd-cert"),
         ({"etcd": "http://host:99999"}, "--etcd must be URLs"),
         ({"etcd": "http://host:1", "etcd_prefix": "baton"}, "--etcd-prefix must begin"),
         ({"etcd": "http://host:1", "etcd_cert": "file"}, "go together"),

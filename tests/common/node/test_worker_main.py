@@ -434,6 +434,13 @@ def test_a_process_ends_although_a_thread_of_it_never_does() -> None:
     assert "the last line of the log" in done.stderr
 
 
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-"])
+def test_a_process_without_an_output_ends_with_its_status(closed: str) -> None:
+    program = "from common.node.worker_main import end_process; end_process(3)"
+    done = subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, program], timeout=120, check=False)
+    assert done.returncode == 3
+
+
 @pytest.mark.parametrize(
     ("token", "num_output", "options", "expected"),
     [

@@ -1,5 +1,6 @@
 """Folders of keys: which connections they permit, how they are made, and what is refused."""
 
+import errno
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
+from common.model_folder import find_model
 from common.wire.curve import CurveKeys
 from common.wire.key_folder import load_keys, read_folder, write_folders
 
@@ -80,6 +82,27 @@ def test_damaged_files_are_refused_by_name(folder: Path, text: str) -> None:
     (made / "gateway.key").unlink()
     with pytest.raises(ConfigError, match=r"cannot read the key .*gateway\.key: it does not exist"):
         read_folder(made, "node")
+
+
+def test_a_list_of_nodes_that_cannot_be_read_is_refused(folder: Path) -> None:
+    (made,) = write_folders(folder, ["a"])
+    (made / "nodes").rename(folder / "moved")
+    for make in (lambda path: None, Path.touch):
+        make(made / "nodes")
+        with pytest.raises(ConfigError, match=r"--keys .*/a cannot be read: (No such file|Not a directory)"):
+            load_keys(str(made), is_insecure=False, role="gateway")
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, ""), OSError(errno.ENAMETOOLONG, "")])
+def test_a_path_that_the_system_refuses_to_look_at_is_refused(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, **_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("os.stat", refuse)
+    with pytest.raises(ConfigError, match="--keys /locked/a is not a folder"):
+        load_keys("/locked/a", is_insecure=False, role="node")
+    with pytest.raises(ConfigError, match="--model /locked/a: no such folder"):
+        find_model("/locked/a", patterns=[])
 
 
 def test_a_folder_that_does_not_exist_is_refused() -> None:

@@ -29,6 +29,14 @@ async def _first(stack, condition):
         await asyncio.sleep(0.05)
 
 
+async def test_the_objectives_are_those_of_requests_without_their_own(stack):
+    await stack.pair()
+    for given, ttft_s in (({}, 0.5), ({"slo_ttft_ms": 250, "slo_itl_ms": 40}, 0.25)):
+        assert (await stack.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **given}))[0] == 200
+        sent = list(stack.nodes[0].generates.values())[-1]
+        assert (sent.slo_ttft_s, sent.slo_itl_s) == (ttft_s, 0.04 if given else 0.0)
+
+
 async def test_the_nodes_that_are_there_are_advised_at_the_start(stack):
     await stack.pair()
     await stack.node("decode", "more")

@@ -204,6 +204,18 @@ def timeline_of(*reports: StageReport, started_at: float = 100.0, ended_at: floa
     return Timeline.of(stream)
 
 
+@pytest.mark.parametrize("still_runs", [False, True])
+def test_a_request_of_several_outputs_is_shown_by_its_first(still_runs: bool) -> None:
+    def stream(number: int) -> OutputStream:
+        request = GenerateRequest(f"x-{number}", "x", (1,), SamplingParams())
+        return OutputStream(request, number, lambda: None, lambda stream: None, 1.0)  # type: ignore[arg-type, return-value]
+
+    timelines = Timelines(20, lambda: [stream(0)] if still_runs else [])
+    for number in (10, 2, 1, *(() if still_runs else (0,))):
+        timelines.ended(stream(number))
+    assert [found.rid for name in ("x", "x-10") if (found := timelines.find(name))] == ["x-0", "x-10"]
+
+
 def test_all_spans_of_a_node_move_by_the_offset_of_its_most_exact_report() -> None:
     """The node's clock is about 500 s ahead. Its spans touch, and are shown so."""
     first = StageReport("d", 500.5, 1.0, (StageSpan("transfer", 602.0, 1.0),))

@@ -5,6 +5,7 @@ Tensors that do not fit the model are refused by name. The format is that of PEF
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ def read_adapter(folder: Path, adaptable: Adaptable, *, max_rank: int, root: Pat
         ConfigError: a file is missing, damaged or outside of ``root``, the adapter does not fit the model, its rank is
             above ``max_rank``, or it is of a kind that is not supported. The message names the file.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False in a folder that may not be searched, where the method raises
         raise ConfigError(f"{folder}: there is no such folder")
     if not (folder / TENSORS).exists() and (folder / PICKLE).exists():
         raise ConfigError(f"{folder}: {PICKLE} is a pickle, which is not read; save the adapter as {TENSORS}")
