@@ -66,12 +66,16 @@ def _states(pid: int) -> list[str]:
 
 
 def join(writer: End, reader: End, transport: str, epoch: int = 1) -> None:
+    news = try_to_join(writer, reader, epoch)
+    assert news == [[DECODE, epoch, "", transport]], news  # pytest shows nothing of this module by itself
+    assert reader.ask("chosen", peer=PREFILL, epoch=epoch, transport=transport)
+
+
+def try_to_join(writer: End, reader: End, epoch: int) -> Any:
+    """Attach the writer to the reader. Returns what the writer says of it."""
     connect = reader.ask("offer", peer=PREFILL, epoch=epoch)
     assert writer.ask("attach", peer=DECODE, connect=connect) == ""
-    news = until(lambda: writer.ask("news"))
-    if news != [[DECODE, epoch, "", transport]]:  # pytest shows nothing of this module by itself
-        raise AssertionError(f"the writer says {news}, the reader {reader.ask('news')}")
-    assert reader.ask("chosen", peer=PREFILL, epoch=epoch, transport=transport)
+    return until(lambda: writer.ask("news"))
 
 
 def ship(writer: End, reader: End, pages: list[tuple[int, int, int]], epoch: int = 1) -> None:
