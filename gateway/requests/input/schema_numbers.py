@@ -45,7 +45,8 @@ def _problems(schema: Any, *, is_map: bool = False) -> Iterator[str]:
             yield from _problems(child)
     if not isinstance(schema, _Object):
         return
-    is_real = ("type", "number") in schema.members
+    kinds = [value for name, value in schema.members if name == "type" and isinstance(value, (str, list))]
+    may_be_integer = not kinds or any("integer" in kind for kind in kinds)
     for name, value in schema.members:
         if is_map:
             yield from _problems(value)
@@ -55,7 +56,7 @@ def _problems(schema: Any, *, is_map: bool = False) -> Iterator[str]:
                     yield _sentence(name, number)
         elif name in (*_LOWER, *_UPPER) and isinstance(value, (int, float)):
             overflows = name in _UPPER and value <= -_LIMIT
-            if overflows or (not is_real and _allows_others(name, value)):
+            if overflows or (may_be_integer and _allows_others(name, value)):
                 yield _sentence(name, value)
         else:
             yield from _problems(value, is_map=name in _MAPS)

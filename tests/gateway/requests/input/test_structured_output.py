@@ -63,7 +63,7 @@ def accepts(tokenizer: LLTokenizer, kind: Kind, value: Any, text: str) -> bool:
         ("json_schema", True, ["{}", "3"], ["x"]),
         ("json_schema", {"type": "integer", "minimum": -(2**62), "maximum": 2**63 - 1}, ["-9", "12"], ["x"]),
         ("json_schema", {"type": "integer", "minimum": 2**60, "maximum": 2**60}, [str(2**60)], [str(2**60 + 1)]),
-        ("json_schema", {"type": "number", "minimum": 2**53 + 1}, ["9007199254740999"], ["1"]),
+        ("json_schema", {"type": ["number", "null"], "minimum": 2**53 + 1}, ["9007199254740999", "null"], ["1"]),
         ("json_schema", {"properties": {"const": {"type": "integer", "minimum": -(2**53) - 1}}}, ["{}"], ["x"]),
         ("json_schema", {"type": "string", "enum": ["é", "🙂"]}, ['"é"', '"🙂"'], ['"e"']),
         ("regex", r"\d{2}/[a-z]+", ["12/ab"], ["1/ab", "12/"]),
