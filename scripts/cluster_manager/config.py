@@ -19,7 +19,8 @@ ROLES: tuple[Role, ...] = ("gateway", "prefill", "decode")
 NEEDED: tuple[Role, ...] = ("gateway", "decode")
 Placement = Literal["pack", "spread", "strict-pack", "strict-spread"]
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=10_000)]
+MAX_COUNT = 10_000
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.1, le=86_400)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")]
@@ -34,8 +35,8 @@ CLASSES: Mapping[Role, type] = {"gateway": GatewayConfig, "prefill": NodeConfig,
 class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
     """Fewest and most instances of a group that scales by the gateways' advice."""
 
-    min: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
-    max: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+    min: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
+    max: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
@@ -177,9 +178,11 @@ def check_counts(config: ClusterConfig, counts: Mapping[Role, int], name: str) -
     Args:
         name: of a count in a message, with ``{role}`` in it.
     """
-    for role in NEEDED:
-        if counts[role] == 0:
+    for role, count in counts.items():
+        if count == 0 and role in NEEDED:
             raise ConfigError(f"{name.format(role=role)} must be at least 1")
+        if count > MAX_COUNT:
+            raise ConfigError(f"{name.format(role=role)} must be at most {MAX_COUNT:,}, not {count:,}")
     if counts["prefill"] == 0 and config.values("gateway").get("local_prefill") != "always":
         raise ConfigError(
             f'{name.format(role="prefill")} = 0 leaves no node to compute prompts: add local-prefill = "always" to '

@@ -120,6 +120,8 @@ def _fill_or_shrink(
     num_missing = count - sum(not found.is_silent for found in mine)
     if num_missing > 0 and _may_start(desired, role, staying, now):
         return [Start(role)] * num_missing
+    if len({found.revision < desired.revision for found in mine}) == 2:
+        count += 1  # its upgrade goes on once the roles before it are ready again
     return [Stop(found.name) for found in _victims(desired, mine)[: max(0, len(mine) - count)]]
 
 
@@ -148,8 +150,8 @@ def _victims(desired: Desired, mine: Sequence[Instance]) -> list[Instance]:
         mine,
         key=lambda found: (
             not found.is_silent,
-            found.revision >= desired.revision,
             found.phase is Phase.READY,
+            found.revision >= desired.revision,
             -found.number,
         ),
     )
@@ -164,7 +166,7 @@ def _upgrade_step(
     """
     role, count = mine[0].role, desired.counts[mine[0].role]
     usable = [found for found in mine if not found.is_silent]
-    if len(usable) < count:
+    if not count <= len(usable) <= count + 1:
         return _fill_or_shrink(desired, role, mine, staying, now)
     if is_draining:
         return []

@@ -29,6 +29,7 @@ def counts(gateway: int = 1, prefill: int = 1, decode: int = 2) -> Counts:
     [
         (config(), {"gateway": 0}, False, "--gateway must be at least 1"),
         (config(), {"decode": 0}, False, "--decode must be at least 1"),
+        (config(), {"prefill": 10_001}, False, "--prefill must be at most 10,000, not 10,001"),
         (config(), {"prefill": 0}, False, "--prefill = 0 leaves no node to compute prompts"),
         (config(), {}, True, "--autoscale needs bounds"),
         (bounded(2, 4), {"decode": 5}, True, r"--decode 5 is not within decode.autoscale \(2 to 4\)"),

@@ -152,6 +152,23 @@ def test_without_room_an_upgrade_waits_for_some_before_it_stops_an_old_one() -> 
     assert plan(desired(revision=2), placing, 25.0) == [Stop("gateway-0")]
 
 
+def test_what_serves_stays_while_an_upgrade_waits_for_a_role_before_it() -> None:
+    before = [one("gateway-1", revision=2), one("prefill-1", STARTING, revision=2)]
+    for phase in (STARTING, READY):
+        found = [*before, one("decode-0"), one("decode-1", phase, 2)]
+        assert plan(desired(decode=1, revision=2), found, 0.0) == []
+    assert plan(desired(decode=1, revision=2), [*found, one("decode-2"), one("decode-3")], 0.0) == [
+        Stop("decode-3"),
+        Stop("decode-2"),
+    ]
+
+
+def test_fewer_are_left_although_the_new_one_of_an_upgrade_is_not_ready() -> None:
+    found = [one("gateway-1", revision=2), one("prefill-1", revision=2), one("decode-3", STARTING, 2)]
+    found += [one(f"decode-{number}") for number in range(3)]
+    assert plan(desired(decode=1, revision=2), found, 0.0) == [Stop("decode-3"), Stop("decode-2")]
+
+
 def test_a_group_is_upgraded_once_those_before_it_are_ready() -> None:
     placing = [one("gateway-1", PLACING, 2), *SETTLED[1:]]
     assert plan(desired(revision=2), placing, 1_000.0) == []

@@ -90,8 +90,9 @@ def _goodput(report: Report) -> Tile:
 
 
 def has_objective(report: Report) -> bool:
-    """Whether the run or one of its classes has a limit or a deadline."""
-    return bool(report.service["limits_s"]) or has_limits(report.config.get("mix"))
+    """Whether the run or one of its classes has a limit or a deadline, or requests of a trace have missed theirs."""
+    service = report.service
+    return bool(service["limits_s"]) or has_limits(report.config.get("mix")) or "deadline" in service["misses"]
 
 
 def _failed(report: Report) -> Tile:
