@@ -31,6 +31,8 @@ from common.sampling_params import SamplingParams
 
 #: Strips of a row that are searched first for tokens above its threshold; the whole row only if they do not suffice.
 NUM_STRIPS = 32
+#: With a larger top-k, the strips may not hold its tokens; up to it there are as many strips as tokens.
+MOST_STRIPS = 128
 #: Rows that a GPU without Triton sorts at once, whose copies take 12 bytes for each logit.
 ROWS_PER_SORT = 32
 _MOST_PER_STRIP = 256
@@ -162,25 +164,26 @@ def _strip_size(width: int) -> int:
 def _sample_likely_strips(logits: Tensor, likeliest: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Sample tokens ``[R]`` for rows that all have top-k, top-p or min-p.
 
-    Only the strips with the largest maxima are searched; all other logits are at most ``bound``. If a row's threshold
-    is above ``bound``, these strips hold all its kept tokens; so they do if all other tokens are blocked. Otherwise the
-    whole row is searched. A row's result depends on that row alone.
+    Only the strips with the largest maxima are searched; all other logits are at most ``bound``. k strips hold the k
+    likeliest tokens. If a row's threshold is above ``bound``, the strips hold all its kept tokens; so they do if all
+    other tokens are blocked. Otherwise the whole row is searched. A row's result depends on that row alone.
     """
     num_rows, vocab = logits.shape
     size = _strip_size(vocab)
-    if vocab <= NUM_STRIPS * size:
+    num_strips = max(NUM_STRIPS, *(row.params.top_k for row in rows if row.params.top_k <= MOST_STRIPS), 0)
+    if vocab <= num_strips * size:
         return _sample_whole_rows(logits, likeliest, rows)
     if logits.device.type != "cpu":  # the host would have to wait for ``is_unsure``
         parts = [slice(first, first + ROWS_PER_SORT) for first in range(0, num_rows, ROWS_PER_SORT)]
         return torch.cat([_sample_whole_rows(logits[part], likeliest[part], rows[part]) for part in parts])
     strips = logits.view(num_rows, -1, size)
-    best_strips = strips.amax(dim=-1).topk(NUM_STRIPS + 1, dim=-1)
+    best_strips = strips.amax(dim=-1).topk(num_strips + 1, dim=-1)
     bound = best_strips.values[:, -1:]
     chosen = best_strips.indices[:, :-1].sort(dim=-1).values  # back in order of token id
     values = strips.gather(1, chosen[:, :, None].expand(-1, -1, size)).flatten(1)
     best = logits.gather(1, likeliest[:, None])
     truncation = _Truncation(rows, vocab, logits.device)
-    threshold = truncation.threshold(values, best, logits)
+    threshold = truncation.threshold(values, best, logits, truncation.scaled(bound, best))
     place = _invert(truncation.weights(values, best, threshold), truncation.uniforms)
     tokens = chosen.gather(1, place[:, None] // size)[:, 0] * size + place % size
     is_rest_blocked = (bound == -math.inf) & (truncation.top_k <= values.shape[1])
@@ -262,13 +265,14 @@ class _Truncation:
         """Return weights ``[R, width]``, 0 for tokens below the threshold."""
         return token_weights(self.scaled(logits, best), threshold)
 
-    def threshold(self, logits: Tensor, best: Tensor, whole: Tensor) -> Tensor:
+    def threshold(self, logits: Tensor, best: Tensor, whole: Tensor, bound: Tensor | None = None) -> Tensor:
         """Return the smallest scaled logit that is kept, ``[R, 1]``, by min-p, by top-k and by top-p after top-k.
 
         Args:
             logits: ``[R, width]`` of the whole vocabulary or of its likeliest part; the result is minus infinity for a
                 row whose part does not suffice to tell.
             whole: ``[R, vocab]``, the logits of the whole vocabulary.
+            bound: ``[R, 1]``, what no scaled logit outside of the part exceeds.
         """
         if not self.has_ranks:
             return self.min_scaled
@@ -285,6 +289,8 @@ class _Truncation:
         keeps_all = (self.top_p >= 1) & (self.top_k >= self.vocab)
         found = torch.maximum(torch.where(keeps_all, -math.inf, found), self.min_scaled)
         is_beyond = ~keeps_all & (self.top_k > width) & ((self.top_k < self.vocab) | (reach >= width))
+        if bound is not None:  # then the k likeliest are not all in the part, and their mass is not known
+            is_beyond |= (self.top_p < 1) & (self.top_k < self.vocab) & (ranked.gather(1, last) < bound)
         return torch.where(is_beyond, -math.inf, found)
 
 

@@ -216,7 +216,7 @@ def _last_kept_key(values, size, best, factor, edge, total, top_k, top_p, TILE: 
     ``low`` never keeps enough and ``high`` always does.
     """
     kept_mass = total.to(tl.float64)
-    high = edge
+    high = edge + 1
     if top_k > 0:
         low = tl.full([], -1, tl.int32)
         while high - low > 1:
@@ -224,9 +224,10 @@ def _last_kept_key(values, size, best, factor, edge, total, top_k, top_p, TILE: 
             is_enough = count >= top_k
             high = tl.where(is_enough, below, high)
             low = tl.where(is_enough, low, above - 1)
-        if high < edge:  # else the rest of the tokens have no weight
+        if high <= edge:  # else the rest of the tokens have no weight
             count, mass, below, above = _sums_up_to(values, size, best, factor, high - 1, TILE)
             kept_mass = (mass + (top_k - count) * _weights(high)).to(tl.float64)
+    high = tl.minimum(high, edge)
     if top_p < 1:
         needed = top_p * kept_mass
         low = tl.full([], -1, tl.int32)

@@ -187,14 +187,17 @@ def test_a_nearly_flat_distribution_is_searched_completely() -> None:
         assert len({token // 6_000 for token in tokens}) == 10
 
 
-def test_likely_strips_sample_the_same_tokens_as_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (40, 30_000)).astype(np.float32))
-    draws = [
-        SamplingRow(
-            SamplingParams(top_k=20, top_p=0.95, seed=row) if row % 2 else SamplingParams(top_p=0.5, seed=row), row, 0
-        )
-        for row in range(40)
-    ]
+@pytest.mark.parametrize("most_strips", [32, 128])
+@pytest.mark.parametrize("top_k", [20, 40, 50, 100, 1_000])
+def test_likely_strips_sample_the_same_tokens_as_whole_rows(
+    top_k: int, most_strips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer strips than top-k, some of its tokens may lie outside, and so does their mass."""
+    monkeypatch.setattr(sampler, "MOST_STRIPS", most_strips)
+    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (80, 60_000)).astype(np.float32))
+    params = [SamplingParams(top_k=top_k, top_p=top_p) for top_p in (0.5, 0.8, 0.9, 0.95)]
+    params += [SamplingParams(top_p=0.5), SamplingParams(top_k=top_k), SamplingParams(top_k=top_k, min_p=0.05)]
+    draws = [SamplingRow(params[row % 7]._replace(seed=row), row, 0) for row in range(80)]
     narrow, _ = sample(logits.clone(), draws)
     monkeypatch.setattr(sampler, "NUM_STRIPS", 1_000_000)
     whole, _ = sample(logits.clone(), draws)
