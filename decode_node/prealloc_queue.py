@@ -345,11 +345,13 @@ class PreallocQueue:
             num_pages = kv_window.num_pages(request.num_tokens) - kv_window.pages_to_compute(request.num_tokens)
         return num_pages * self._reservations.page_size
 
-    def lacks_pages(self, request: Request, without: Sequence[Request] = ()) -> bool:
+    def lacks_pages(self, request: Request, without: Sequence[Request] = (), *, to_their_ends: bool = False) -> bool:
         """Whether the request would be refused now for lack of pages.
 
         Args:
             without: requests whose pages count as free.
+            to_their_ends: False only if it surely would not be, although the admission of an output of known length
+                needs a proof: all such outputs count to their ends. Otherwise that is judged by what is expected.
         """
         gone = {request.key, *(other.key for other in without)}
         others = [other for other in self._table.holders() if other.key not in gone]
@@ -357,7 +359,7 @@ class PreallocQueue:
             num_tokens = request.num_decodable - self._num_outside(request) + 1
         elif self.is_computed_here(request):
             num_tokens = self._need_here(request) + self.expected(others)
-            if request.sampling.ignore_eos:
+            if to_their_ends and request.sampling.ignore_eos:
                 num_tokens += self._room_to_prove(request, others)
         else:
             num_tokens = request.num_decodable - self._num_outside(request) + self.expected([*others, request])

@@ -169,12 +169,14 @@ def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any
     try:
         text = Path(path).read_text(encoding="utf-8")
         content = tomllib.loads(text)
+        if _has_long_integers(content):
+            raise ConfigError(f"--config {path} has an integer of more than 64 bits, which TOML forbids")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {reason_of(error)}") from error
     except tomllib.TOMLDecodeError as error:
         _check_names(text, commands, path)
         raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested lists
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path} has a number that is too long, or is nested too deeply") from error
     tables = {key: value for key, value in content.items() if isinstance(value, dict)}
     for name in tables:
@@ -184,6 +186,12 @@ def read_file(path: str, command: str, commands: Iterable[str]) -> dict[str, Any
     for keys in (content, own):
         _check_spellings(keys, path)
     return {key: value for key, value in content.items() if key not in tables} | own
+
+
+def _has_long_integers(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_long_integers, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def _check_names(text: str, commands: Iterable[str], path: str) -> None:
@@ -235,7 +243,7 @@ def _converted(found: Option, given: Any, source: str) -> Any:
     if type(given) is found.kind:
         return given
     if found.kind is float and type(given) is int:
-        return float(str(given))  # infinite, where float(given) would overflow
+        return float(given)
     if found.kind is str and type(given) in (int, float):  # in a file, rate = 4 means rate = "4"
         return str(given)
     if not isinstance(given, str):

@@ -76,7 +76,7 @@ def check_node_ports(config: ServeConfig) -> None:
 def check_node_memory(config: ServeConfig) -> None:
     num_nodes = config.prefill + config.decode
     least = options_of(ServeConfig)["memory_fraction"].minimum or 0.0  # which is that of a node
-    if config.memory_fraction < least * num_nodes:
+    if config.memory_fraction < least * num_nodes * (1 - 1e-9):
         raise ConfigError(
             f"--memory-fraction {config.memory_fraction:g} is too little for {num_nodes} nodes; give at least "
             f"{least * num_nodes:g}"

@@ -2,7 +2,7 @@
 
 A body within the size limit can hold millions of lists, strings or numbers. Decoding it would block the event loop for
 seconds, since a decoder makes all of them in one call. So they are counted first, one piece of the body at a time:
-commas and brackets outside of strings, and the strings themselves, keys included.
+commas, brackets, points and exponents outside of strings, and the strings themselves, keys included.
 """
 
 import asyncio
@@ -20,6 +20,8 @@ PIECE_BYTES = 256 << 10
 MAX_PARTS = 1 << 16
 #: Values of one body, mostly token ids; more if the context of a model has room for more.
 MAX_VALUES = 1 << 18
+#: Points and exponents of numbers: one with many digits takes 13 µs to decode.
+MAX_DECIMALS = 1 << 14
 #: Lists and objects within each other. Encoders bear fewer levels than decoders, since they begin deeper in the stack.
 MAX_DEPTH = 256
 
@@ -45,6 +47,8 @@ async def check_weight(body: bytes, max_values: int, counter: "ValueCounter | No
             raise _too_much(f"{MAX_PARTS} texts, lists and objects")
         if counter.num_values > max_values:
             raise _too_much(f"{max_values} values")
+        if counter.num_decimals > MAX_DECIMALS:
+            raise _too_much(f"{MAX_DECIMALS} points and exponents of numbers")
         if counter.depth > MAX_DEPTH:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"the body is nested more than {MAX_DEPTH} levels deep")
         start += len(piece)
@@ -54,7 +58,9 @@ async def check_weight(body: bytes, max_values: int, counter: "ValueCounter | No
 async def check_weights(texts: Sequence[str], max_values: int) -> None:
     """As ``check_weight`` for JSON texts within a body, whose weight counts each as one string. Their counts add up."""
     num_parts = sum([text.count('"') // 2 + text.count("[") + text.count("{") for text in texts])
-    if num_parts <= MAX_PARTS and sum([text.count(",") for text in texts]) <= max_values:
+    num_decimals = sum([text.count(".") + text.count("e") + text.count("E") for text in texts])
+    num_values = sum([text.count(",") for text in texts])
+    if num_parts <= MAX_PARTS and num_values <= max_values and num_decimals <= MAX_DECIMALS:
         return  # with those inside strings, so there are not more
     counter = ValueCounter()
     for text in texts:
@@ -67,11 +73,12 @@ class ValueCounter:
     Attributes:
         num_parts: strings, lists and objects.
         num_values: values of any kind, without the first of each list and object.
+        num_decimals: points and exponents of numbers.
         depth: most lists and objects that are within each other.
     """
 
     def __init__(self) -> None:
-        self._num_quotes = self._num_opened = self.num_values = self.depth = 0
+        self._num_quotes = self._num_opened = self.num_values = self.num_decimals = self.depth = 0
         self._level = 0  # lists and objects that are open
         self._is_inside = False  # a string
 
@@ -99,6 +106,10 @@ class ValueCounter:
         if len(levels):
             self._level, self.depth = int(levels[-1]), max(self.depth, int(levels.max()))
         self.num_values += int(np.count_nonzero((codes == ord(",")) > inside))
+        is_digit = (codes[:-1] >= ord("0")) & (codes[:-1] <= ord("9"))  # others precede the letter in true and false
+        exponents = is_digit & ((codes[1:] | 0x20) == ord("e"))
+        self.num_decimals += int(np.count_nonzero((codes == ord(".")) > inside))
+        self.num_decimals += int(np.count_nonzero(exponents > inside[1:]))
         self._is_inside = bool(inside[-1])
 
 

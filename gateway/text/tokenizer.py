@@ -169,10 +169,11 @@ class AsyncTokenizer:
 
     async def detokenize(self, tokenizer: Tokenizer, lists: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
         """Texts of lists of token ids; many ids are decoded on the thread."""
-        if sum(map(len, lists)) + LIST_IDS * len(lists) <= LONG_IDS:
+        num_ids = sum(map(len, lists)) + LIST_IDS * len(lists)
+        if num_ids <= LONG_IDS:
             return [tokenizer.decode(ids, skip_special=skip_special) for ids in lists]
         return await self.on_thread(
-            lambda: tokenizer.decode_all(lists, skip_special=skip_special), is_huge=sum(map(len, lists)) > HUGE_IDS
+            lambda: tokenizer.decode_all(lists, skip_special=skip_special), is_huge=num_ids > HUGE_IDS
         )
 
     async def on_thread(self, make: Callable[[], Made], *, is_huge: bool = False) -> Made:

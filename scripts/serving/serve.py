@@ -185,7 +185,7 @@ def children(
             "name": name,
             "gateway": ",".join(f"{in_url(_local(config.control_host))}:{place.control}" for place in gateways),
             "threads": share.num_threads,
-            "memory_fraction": config.memory_fraction / len(names),
+            "memory_fraction": round(config.memory_fraction / len(names), 9),
             "record": config.record and f"{config.record}.{name}",
         }
         argv = _argv("scripts.serving.worker", [name.split("-")[0], *to_flags(NodeConfig, values)])

@@ -308,6 +308,7 @@ def test_nodes_that_have_changed_their_roles_are_ready(monkeypatch: pytest.Monke
 def test_memory_that_is_no_share_for_each_node_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--memory-fraction 0.005 is too little for 6 nodes; give at least 0.006"):
         ServeConfig(prefill=2, decode=4, memory_fraction=0.005)
+    assert ServeConfig(prefill=3, decode=6, memory_fraction=0.009)
 
 
 def test_a_free_port_is_found():

@@ -49,8 +49,14 @@ class OutputConstraint:
 
     def append(self, token: int) -> None:
         """Count one more output token."""
-        is_reasoning = self._reasoning is not None and self._reasoning.append(token)
-        if not is_reasoning and self._grammar is not None:
+        if self._reasoning is not None:
+            could_begin = self._reasoning.phase is Phase.START
+            if self._reasoning.append(token):
+                if could_begin:  # white space before the reasoning is no part of the answer
+                    self._matcher = None
+                    self._unread.clear()
+                return
+        if self._grammar is not None:
             self._unread.append(token)
 
     @property

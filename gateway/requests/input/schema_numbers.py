@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-_LIMIT = float(2**63)
-#: A schema in a Lark text.
-_JSON = re.compile(r"%json(?:\s|//[^\n]*)*")
+_LIMIT, _LAST = float(2**63), 2**63 - 1
+#: What may stand between ``%json`` and a schema in a Lark text.
+_SPACE = re.compile(r"(?:\s|//[^\n]*)*")
 _NUMBER = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 #: Keywords whose value holds schemas under names that the client chooses.
@@ -28,9 +28,11 @@ class _Object(NamedTuple):
 def problem_with_numbers(lark: str) -> str:
     """Why the numbers of the schemas in a Lark text cannot be followed, as a sentence; empty if they can."""
     decoder = json.JSONDecoder(object_pairs_hook=_Object)
-    for found in _JSON.finditer(lark):
+    for found in re.finditer("%json", lark):
+        space = _SPACE.match(lark, found.end())
+        assert space is not None
         try:
-            schema, _ = decoder.raw_decode(lark, found.end())
+            schema, _ = decoder.raw_decode(lark, space.end())
         except ValueError:  # no JSON here, or JSON that only llguidance can read: take every number that follows
             texts = _NUMBER.findall(lark, found.end())
             return next(_problems(_Object([("enum", list(map(float, texts)))])), "")
@@ -43,23 +45,32 @@ def _problems(schema: Any, *, is_map: bool = False) -> Iterator[str]:
     if isinstance(schema, list):
         for child in schema:
             yield from _problems(child)
+    if isinstance(schema, (int, float)) and _double(schema) <= -_LIMIT:
+        yield _sentence("the number", schema)
     if not isinstance(schema, _Object):
         return
     kinds = [value for name, value in schema.members if name == "type" and isinstance(value, (str, list))]
     may_be_integer = not kinds or any("integer" in kind for kind in kinds)
     for name, value in schema.members:
-        if is_map:
+        if is_map and isinstance(value, _Object):
             yield from _problems(value)
         elif name in ("const", "enum"):
             for number in _numbers(value):
-                if number <= -_LIMIT or _double(number) != number:
+                if not _is_written_exactly(number):
                     yield _sentence(name, number)
         elif name in (*_LOWER, *_UPPER) and isinstance(value, (int, float)):
-            overflows = name in _UPPER and value <= -_LIMIT
+            overflows = name in _UPPER and _double(value) <= -_LIMIT
             if overflows or (may_be_integer and _allows_others(name, value)):
                 yield _sentence(name, value)
         else:
             yield from _problems(value, is_map=name in _MAPS)
+
+
+def _is_written_exactly(number: int | float) -> bool:
+    rounded = _double(number)
+    if rounded <= -_LIMIT or (isinstance(number, int) and rounded >= _LIMIT):
+        return number == _LAST
+    return rounded == number
 
 
 def _allows_others(name: str, bound: int | float) -> bool:
@@ -67,8 +78,9 @@ def _allows_others(name: str, bound: int | float) -> bool:
     rounded = _double(bound)
     if abs(rounded) >= _LIMIT:  # becomes the last integer of 64 bits
         return (rounded > 0) == (name in _LOWER)
-    if name.startswith("exclusive"):
-        return rounded != bound
+    if name.startswith("exclusive"):  # the next integer is found by adding 1.0
+        following = int(bound) + (1 if name in _LOWER else -1)
+        return rounded != bound or _double(following) != following
     return rounded < bound if name in _LOWER else rounded > bound
 
 

@@ -36,7 +36,7 @@ from gateway.requests.input.structural_tags import (
 
 MAX_BYTES = 256 << 10
 MAX_DEPTH = 64
-MAX_EBNF_RULES = 512
+MAX_EBNF_RULES, MAX_EBNF_COMMENTS = 512, 4_096
 COMPILE_TIMEOUT_S = 10.0
 NUM_THREADS = 2
 #: Grammars that are kept with the results of their checks, those that still wait included: 128 MiB at most.
@@ -315,6 +315,8 @@ def _without_string_names(schema: Any) -> Any:
 
 def _ebnf(text: str, param: str) -> str:
     """Return Lark for a grammar in EBNF, as llama.cpp and xgrammar read it."""
+    if text.count("#") > MAX_EBNF_COMMENTS:  # the library's time grows with the square of their number
+        raise refuse(f"has more than {MAX_EBNF_COMMENTS:,} comments", param)
     if text.count("::=") > MAX_EBNF_RULES:
         raise refuse(f"has {text.count('::=')} rules, at most {MAX_EBNF_RULES} are allowed", param)
     try:

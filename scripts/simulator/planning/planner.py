@@ -251,7 +251,7 @@ class Planner:
             estimate.share_within_ttft(self._load, own.nodes[tp].costs, own.chunks[0]) < self._goal.share
             for tp in own.prefill_tps
         ):
-            return "prompts take longer than --slo-ttft even alone on a node: raise it, or take faster hardware"
+            return "prompts take longer than --slo-ttft or --slo-e2e even alone: raise it, or take faster hardware"
         if not any(estimate.largest_batch(self._load, own.nodes[tp], math.inf, 1) for tp in own.decode_tps):
             return "a request does not fit into the KV pool of a node: raise --max-total-tokens, or take more memory"
         return (

@@ -9,7 +9,7 @@ from common.errors import ConfigError
 from scripts.load_tester.workload.traces import Trace, read_trace
 from scripts.simulator.config import SimulateConfig
 
-#: Share of a window in which requests are sent and not counted: queues and caches fill.
+#: Share of a window, in requests of a trace or in time, that is sent and not counted: queues and caches fill.
 WARMUP_SHARE = 0.2
 
 
@@ -44,7 +44,9 @@ def windows_of(config: SimulateConfig, *, num_windows: int, num_requests: int) -
     for number, first in enumerate(firsts):
         begin = instants[first]
         end = next((at for at in instants[first + each :] if at > begin), min(instants[-1] + gap, config.window[1]))
-        arrivals_s = (instants[bisect_left(instants, end) - 1] - begin) * scale
+        num_uncounted = int(WARMUP_SHARE * (bisect_left(instants, end) - first))
+        uncounted, counted = instants[max(first, first + num_uncounted - 1)], instants[first + num_uncounted]
+        warmup_s = ((uncounted + counted) / 2 - begin) * scale
         found.append(
             replace(
                 config,
@@ -53,7 +55,7 @@ def windows_of(config: SimulateConfig, *, num_windows: int, num_requests: int) -
                 rate=None,
                 num_requests=None,
                 seed=config.seed + number,
-                warmup=f"{WARMUP_SHARE * arrivals_s:.6f}",
+                warmup=f"{warmup_s:.6f}",
             )
         )
     return found

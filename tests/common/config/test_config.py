@@ -80,7 +80,8 @@ def test_one_file_serves_several_commands_by_their_tables(file):
         ("port = ", "is not valid TOML"),
         ("allowed-hosts = " + "[" * 5_000, "has a number that is too long, or is nested too deeply"),
         ("port = " + "1" * 5_000, "has a number that is too long, or is nested too deeply"),
-        ("node-timeout = " + "1" * 400, "node-timeout in .* must be a finite number, not inf"),
+        ("node-timeout = " + "1" * 400, "has an integer of more than 64 bits, which TOML forbids"),
+        ("[serve]\nallowed-hosts = [0x" + "f" * 5_000 + "]", "has an integer of more than 64 bits, which TOML forbids"),
         (
             "control-port = 1\ncontrol_port = 2",
             "control-port and control_port in .* are the same option; leave one out",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.gateway.fake_nodes import running
 
 from common.errors import ErrorCode, RequestError
-from gateway.http.limits import LIGHT_BYTES, MAX_DEPTH, MAX_PARTS, PIECE_BYTES, ValueCounter, check_weight
+from gateway.http.limits import LIGHT_BYTES, MAX_DECIMALS, MAX_DEPTH, MAX_PARTS, PIECE_BYTES, ValueCounter, check_weight
 
 TEXTS = st.text(alphabet='ab",[{\\:\n\u00e9', max_size=8)
 VALUES = st.recursive(
@@ -82,6 +82,18 @@ async def test_a_body_with_too_many_parts_is_refused(body: bytes, is_too_much: b
         assert (refused.value.code, refused.value.status) == (ErrorCode.BODY_TOO_LARGE, 413)
     else:
         await check_weight(body, most)
+
+
+@pytest.mark.parametrize("number", [b"7.69", b"769e-5", b"769E5"])
+async def test_a_body_with_too_many_decimals_is_refused(number: bytes) -> None:
+    """Ten of them take longer than a text, list or object; those inside a string cost nothing."""
+    for count in (MAX_DECIMALS, MAX_DECIMALS + 1):
+        body = b"[" + b",".join([number] * count) + b', true, false, "' + number * 100_000 + b'"]'
+        if count > MAX_DECIMALS:
+            with pytest.raises(RequestError, match="16384 points and exponents of numbers"):
+                await check_weight(body, 1_000_000)
+        else:
+            await check_weight(body, 1_000_000)
 
 
 async def test_counting_a_large_body_yields_to_the_event_loop() -> None:

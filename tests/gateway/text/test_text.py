@@ -306,15 +306,23 @@ def test_corpus_is_what_the_tokenizer_was_made_of():
     assert all(TEXT.decode(TEXT.encode(line, add_special_tokens=True), skip_special=False) == line for line in CORPUS)
 
 
-async def test_other_texts_do_not_wait_for_a_huge_one() -> None:
+async def test_other_texts_do_not_wait_for_a_huge_one(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, may_end = AsyncTokenizer(), threading.Event()
     huge = asyncio.ensure_future(tokenizer.on_thread(may_end.wait, is_huge=True))
     long_text = "To be " * 3_000
     assert len(long_text) > LONG_CHARACTERS
     assert await tokenizer.tokenize(TEXT, long_text, add_special_tokens=False, param="prompt")
     assert not huge.done()
+    monkeypatch.setattr("gateway.text.tokenizer.HUGE_CHARACTERS", len(long_text) - 1)
+    monkeypatch.setattr("gateway.text.tokenizer.HUGE_IDS", 9_000)
+    behind = [
+        asyncio.ensure_future(tokenizer.tokenize(TEXT, long_text, add_special_tokens=False, param="prompt")),
+        asyncio.ensure_future(tokenizer.detokenize(TEXT, [[]] * 600, skip_special=False)),
+    ]
+    assert await tokenizer.detokenize(TEXT, [[1]] * 500, skip_special=False)
+    assert not any(one.done() for one in behind)
     may_end.set()
-    await huge
+    await asyncio.gather(huge, *behind)
     tokenizer.close()
 
 

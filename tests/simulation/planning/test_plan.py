@@ -53,7 +53,7 @@ def test_windows_of_a_trace_are_spread_over_it(trace: Path) -> None:
     plans = [make_plan(window) for window in windows]
     assert [plan.num_requests for plan in plans] == [20] * 4
     assert [window.window[0] for window in windows] == pytest.approx([0.0, 16.5, 33.0, 50.0])
-    assert windows[0].warmup_s == pytest.approx(0.2 * 9.5)
+    assert windows[0].warmup_s == pytest.approx(0.5 * 3.5)
     assert not windows[0].plan
     faster = make_plan(scaled(windows[1], 4.0))
     assert faster.num_requests == 20
@@ -71,9 +71,17 @@ def test_every_window_of_a_trace_with_gaps_counts_requests(tmp_path: Path) -> No
     rows = [{"at": 100.0 * (n // 20) + n % 20 / 20, "input_length": 500, "output_length": 5} for n in range(60)]
     file.write_text("\n".join(map(json.dumps, rows)))
     windows = windows_of(config("--plan", f"--trace={file}", "--slo-ttft=1"), num_windows=3, num_requests=60)
-    assert [window.warmup_s for window in windows] == pytest.approx([0.2 * 0.95] * 3)
+    assert [window.warmup_s for window in windows] == pytest.approx([0.05 * 3.5] * 3)
     assert [seconds_of(window, 20) for window in windows[:2]] == pytest.approx([100.0] * 2)
     assert all(run_window(deployed(window, Deployment(1, 1)), 0.9).num_expected == 16 for window in windows)
+
+
+def test_a_gap_within_a_window_is_no_warmup(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    instants = [number * 0.1 for number in range(19)] + [1_000.0]
+    file.write_text("\n".join(json.dumps({"at": at, "input_length": 500, "output_length": 5}) for at in instants))
+    (window,) = windows_of(config("--plan", f"--trace={file}", "--slo-ttft=1"), num_windows=1, num_requests=20)
+    assert run_window(deployed(window, Deployment(1, 1)), 0.9).num_expected == 16
 
 
 def test_no_window_exceeds_the_part_of_the_trace_that_is_asked_for(tmp_path: Path) -> None:
@@ -301,7 +309,9 @@ def test_the_command_prints_a_plan_and_writes_it(
 def test_nothing_holds_an_impossible_objective(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"--trace={trace}", *COSTS, "--plan-windows=3", "--plan-processes=1"]
     assert main(["--plan", *words, "--slo-ttft=10ms"]) == 1
-    assert "prompts take longer than --slo-ttft even alone" in capsys.readouterr().out.replace("\n            ", " ")
+    assert "prompts take longer than --slo-ttft or --slo-e2e even alone" in capsys.readouterr().out.replace(
+        "\n            ", " "
+    )
     for flag in ("--slo-itl", "--slo-tpot"):
         assert main(["--plan", *words, f"{flag}=5ms"]) == 1
         reason = "a decode step takes longer than --slo-itl or --slo-tpot even with one request"

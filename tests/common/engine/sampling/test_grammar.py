@@ -442,6 +442,20 @@ def test_reasoning_ends_within_its_budget_and_its_end_token(tokens: list[int], b
     assert len(taken) <= budget + 1
 
 
+def test_white_space_before_the_reasoning_is_no_part_of_the_answer(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """Otherwise the answer would be what follows the white space in the grammar, which the client does not get."""
+    blank, end = tokenizer.token_to_id("Ġ"), tokenizer.token_to_id("t")
+    grammar = compiler.compile('start: " a"').result()
+    params = SamplingParams(grammar="x", thinking=Thinking(324, end, None, (blank,)))
+    constraint = OutputConstraint(params, grammar, (blank,))
+    constraint.matcher()
+    for token in (324, 5, end):
+        constraint.append(token)
+    assert constraint.matcher().try_consume_tokens(tokenizer.encode(" a").ids) > 0
+
+
 @pytest.mark.parametrize("start_id", [None, 324])
 def test_the_grammar_begins_after_the_reasoning(
     executor: TorchExecutor, tokenizer: Tokenizer, start_id: int | None
