@@ -144,7 +144,7 @@ for _ in range(70):
             "json_schema",
             {"allOf": [{"type": "number", "maximum": 1 - 2**63}, {"minimum": 1 - 2**63}]},
             "field.allOf[0]",
-            "1",
+            "maximum -92",
         ),
         (
             "json_schema",
