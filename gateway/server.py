@@ -279,7 +279,7 @@ class Gateway:
             for task in tasks:
                 task.cancel()
             self._control.close()
-            self._inputs.close()
+            await self._inputs.close()
             self._tokenizer.close()
 
     def _open_channel(self) -> tuple[Mailbox, MailboxChannel]:

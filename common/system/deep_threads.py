@@ -11,9 +11,9 @@ STACK_BYTES = 512 << 20
 MAX_GRAMMAR_BYTES = 512 << 10
 
 
-def deep_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """Return an executor of this many threads with large stacks."""
-    executor = ThreadPoolExecutor(count, thread_name_prefix=name)
+def deep_threads(count: int) -> ThreadPoolExecutor:
+    """Return an executor of this many threads with large stacks, for compiling grammars."""
+    executor = ThreadPoolExecutor(count, thread_name_prefix="grammar-compiler")
     all_run = threading.Barrier(count + 1)
     before = threading.stack_size(STACK_BYTES)
     try:

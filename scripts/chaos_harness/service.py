@@ -21,13 +21,14 @@ from typing import Any
 from common.config.serve import ServeConfig
 from common.errors import BatonError
 from common.system.exit_status import how_ended
+from common.system.python_environ import ROOT
 from scripts.chaos_harness.client import Client
 from scripts.chaos_harness.hosts import Hosts
 from scripts.chaos_harness.process_resources import ProcessResources
 from scripts.chaos_harness.schedule import NodeState
 from scripts.serving.bound_process import bound_command
 from scripts.serving.cpu_affinity import Share
-from scripts.serving.serve import ROOT, GatewayPlace, children, free_port
+from scripts.serving.serve import GatewayPlace, children, free_port
 
 POLL_S = 0.25
 RESTART_S = 0.5

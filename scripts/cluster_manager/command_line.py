@@ -1,20 +1,17 @@
 """The command line and the environment of a process, from its group's options and the host where it was placed."""
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from common.config.cli import CLASSES as COMMANDS
 from common.config.options import options_of, to_flags
+from common.system.python_environ import python_environ
 from common.wire.address import in_url, is_unspecified
 from scripts.cluster_manager.config import CLASSES, Role
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,10 +95,8 @@ def environment(spec: ProcessSpec, inherited: Mapping[str, str], api_key: str = 
     options = {found.env: found for cls in COMMANDS.values() for found in options_of(cls).values()}
     kept = {name: value for name, value in inherited.items() if name not in options or options[name].is_secret}
     kept.pop("BATON_CONFIG", None)
-    kept |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    kept = python_environ(kept) | {"PYTHONUNBUFFERED": "1"}
     kept["OMP_NUM_THREADS"] = str(spec.values.get("threads") or spec.num_threads or 1)
-    if (ROOT / "pyproject.toml").exists():  # a checkout rather than an installed package
-        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH", "")]))
     if spec.values.get("keys"):
         kept["BATON_KEYS"] = spec.values["keys"]
     if api_key and not kept.get("BATON_API_KEY"):

@@ -17,10 +17,9 @@ from typing import Any
 
 from common.config.shared import SMALL_MODEL
 from common.errors import BatonError
+from common.system.python_environ import python_environ
 from scripts.serving.bound_process import bound_command
 from scripts.temporary_folder import TemporaryFolder
-
-ROOT = Path(__file__).resolve().parents[2]
 
 #: config.json of Qwen/Qwen3-0.6B, with a shorter context, which bounds the memory of a node.
 QWEN3_600M: dict[str, Any] = {
@@ -98,8 +97,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _write_weights_elsewhere(folder: Path, config: dict[str, Any]) -> None:
     """Write the weights in a process of its own, which frees torch's memory, and ends at once with this one."""
     words = [sys.executable, "-m", "scripts.models.random_model", str(folder), json.dumps(config)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
-    if status := subprocess.run(bound_command(words), env=environ, check=False).returncode:
+    if status := subprocess.run(bound_command(words), env=python_environ(os.environ), check=False).returncode:
         raise BatonError(f"the random weights in {folder} cannot be written (status {status}); see above")
 
 

@@ -33,6 +33,7 @@ from common.model_folder import find_checkpoint
 from common.reminder import Reminder
 from common.system.cpu_cores import usable_cores
 from common.system.loading_signals import end_on_signals
+from common.system.python_environ import python_environ
 from common.wire.address import cannot_bind, in_url
 from common.wire.curve import draw_keys
 from gateway.http.access.tls import make_tls_context
@@ -43,7 +44,6 @@ from scripts.serving.supervisor import REFUSED, Child, ChildFailed, Supervisor
 
 log = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[2]
 HELP = """Serve a model on this machine: a gateway, prefill nodes and decode nodes.
 
 Without --model it serves the small model included in Baton. Prints "ready http://HOST:PORT" once a request has
@@ -214,9 +214,7 @@ def _environment(config: ServeConfig, num_threads: int, keys: str) -> dict[str, 
     """Environment of the children. Options travel on the command line, secrets only here."""
     options = {found.env for cls in CLASSES.values() for found in options_of(cls).values()} | {"BATON_CONFIG"}
     environ = {name: value for name, value in os.environ.items() if name not in options}
-    environ |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(num_threads)}
-    if (ROOT / "pyproject.toml").exists():  # a checkout rather than an installed package
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")]))
+    environ = python_environ(environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(num_threads)}
     if config.api_key:
         environ["BATON_API_KEY"] = config.api_key
     if keys:

@@ -47,7 +47,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._refusal = refusal
         self.known_ids = known_ids
-        self._threads = deep_threads(NUM_COMPILE_THREADS, "grammar-compiler")
+        self._threads = deep_threads(NUM_COMPILE_THREADS)
         self._lock = threading.Lock()  # the event loop asks, the engine's thread needs the result
         self._in_use: dict[str, Future[LLMatcher]] = {}
         self._unused: OrderedDict[str, Future[LLMatcher]] = OrderedDict()

@@ -27,6 +27,7 @@ from common.node.tensor_parallel.channel import (
     Transfer,
     path_of,
 )
+from common.system.python_environ import python_environ
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
 #: The longest time that a rank may take to end by itself before it is killed.
 END_S = 5.0
-_ROOT = Path(__file__).resolve().parents[3]
 
 
 class _RankProcess:
@@ -53,7 +53,6 @@ class _RankProcess:
         self.rank = load.rank
         ours, theirs = socket.socketpair()
         self.channel = RankChannel(ours)
-        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
         with theirs:
             # A new interpreter: a fork would inherit the threads of OpenMP in no usable state. Its own process group:
             # Ctrl-C ends rank 0, which ends the others when its requests are over.
@@ -61,7 +60,7 @@ class _RankProcess:
                 [sys.executable, "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                env=python_environ(os.environ),
                 process_group=0,
             )
         with contextlib.suppress(ConnectionError):  # it has ended already, as ``wait_for`` will notice

@@ -4,6 +4,7 @@ A failed check of a value raises a ``RequestError`` that names the field.
 """
 
 import asyncio
+import contextlib
 import functools
 import random
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from gateway.requests.input.generate_request import (
     prompt_only,
     with_prompt_logprobs,
 )
+from gateway.requests.input.grammars.checker import GrammarChecker
 from gateway.requests.input.prompts import (
     LONGEST_TOKEN,
     Prompt,
@@ -43,7 +45,7 @@ from gateway.requests.input.prompts import (
     too_long,
     truncation_of,
 )
-from gateway.requests.input.structured_output import GrammarChecker, StructuredOutput, structured_output_of
+from gateway.requests.input.structured_output import StructuredOutput, structured_output_of
 from gateway.text.chat_template import argument_texts, num_parts, render_chat, tools_size
 from gateway.text.tokenizer import LONG_CHARACTERS, AsyncTokenizer
 from gateway.workers.registry import SamplingDefaults, ServingLimits
@@ -62,6 +64,8 @@ MANY_PARTS = 1024
 #: Chats with larger tools and arguments than this, in bytes of JSON, are rendered on the thread. It also writes the
 #: grammar of larger tools.
 LARGE_TOOLS = 64 << 10
+#: The longest time for which the function whose parameters do not compile is looked for.
+FUNCTION_S = 10.0
 #: Requests built before the event loop gets a turn.
 REQUESTS_AT_ONCE = 64
 
@@ -104,8 +108,8 @@ class InputProcessor:
         self._slo_itl_ms = slo_itl_ms
         self._grammars = GrammarChecker()
 
-    def close(self) -> None:
-        self._grammars.close()
+    async def close(self) -> None:
+        await self._grammars.close()
 
     # ---- one method for each kind of body ---------------------------------------------------------------------------
 
@@ -275,16 +279,21 @@ class InputProcessor:
         except RequestError as error:
             if error.code is not ErrorCode.INVALID_REQUEST:  # too many are being compiled
                 raise
-            for function in [tool.function for tool in body.tools or []]:
-                wanted = StructuredOutput(
-                    "schema", "json_schema", function.parameters or {}, is_lenient=not function.strict
-                )
-                try:
-                    await self._grammars.check(wanted)
-                except RequestError as own:
-                    if own.message.partition(": ")[2] == error.message.partition(": ")[2]:
-                        raise refuse(f"in {function.name}, {own.message}", "tools") from error
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FUNCTION_S):
+                    await self._check_functions(body, error)
             raise
+
+    async def _check_functions(self, body: ChatCompletionRequest, error: RequestError) -> None:
+        for function in [tool.function for tool in body.tools or []]:
+            wanted = StructuredOutput(
+                "schema", "json_schema", function.parameters or {}, is_lenient=not function.strict
+            )
+            try:
+                await self._grammars.check(wanted)
+            except RequestError as own:
+                if own.message.partition(": ")[2] == error.message.partition(": ")[2]:
+                    raise refuse(f"in {function.name}, {own.message}", "tools") from error
 
     # ---- chats as text ----------------------------------------------------------------------------------------------
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import IO
 
 from common.errors import BatonError
+from common.system.python_environ import python_environ
 from scripts.benchmarks.harness.cpu_contention import CpuContention
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.run import run_load
 from scripts.serving.bound_process import bound_command
 
-ROOT = Path(__file__).resolve().parents[3]
 STOP_S = 20.0
 MAX_OTHERS = 0.15  # cores used by other processes above which figures are invalid
 
@@ -38,9 +38,8 @@ def running_service(flags: Sequence[str], *, timeout_s: float = 300.0) -> Iterat
     """
     command = [sys.executable, "-m", "scripts.cli", "serve", "--port=0", "--log-level=warning", *flags]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-    environ |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
     with tempfile.TemporaryFile("w+") as log:
-        with running_process(command, environ, output=subprocess.PIPE, log=log) as process:
+        with running_process(command, python_environ(environ), output=subprocess.PIPE, log=log) as process:
             yield _ready(process, log, timeout_s)
 
 

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from common.errors import BatonError
+from common.system.python_environ import python_environ
 from scripts.load_tester.client.ipc import (
     ClientFinished,
     ClientReady,
@@ -38,7 +38,6 @@ from scripts.load_tester.client.ipc import (
 )
 from scripts.load_tester.workload.planned_request import PlannedRequest
 
-ROOT = Path(__file__).resolve().parents[3]
 HEAD_START_S = 0.02
 READY_TIMEOUT_S = 120.0
 MAX_FEED_BEFORE_START_S = 0.4
@@ -76,11 +75,10 @@ class _ProcessHandle:
     def __init__(
         self, on_message: Callable[["_ProcessHandle", Any], None], on_end: Callable[["_ProcessHandle"], None]
     ) -> None:
-        environ = dict(os.environ)
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")]))
-        environ["PYTHONSAFEPATH"] = "1"
         command = [sys.executable, "-m", "scripts.load_tester.client.client_process"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=python_environ(os.environ)
+        )
         self.reader = MessageReader(parent_decoder, lambda message: on_message(self, message), lambda: on_end(self))
         self.writer = MessageWriter()
         self.is_ready = asyncio.Event()

@@ -15,7 +15,7 @@ from common.wire.packed_logprobs import pack_logprobs
 from gateway.http.formatters.openai import CompletionFormatter
 from gateway.http.protocol.openai import CompletionRequest
 from gateway.requests.input.generate_request import GenerateRequest
-from gateway.requests.input.structured_output import GrammarChecker
+from gateway.requests.input.grammars.checker import GrammarChecker
 from gateway.requests.output_processor import OutputStream
 from gateway.text.tokenizer import Tokenizer
 

@@ -12,7 +12,8 @@ from support.gateway.outputs import TOOLS, WEATHER, calls, cut, parse, rendered,
 
 from common.errors import RequestError
 from gateway.requests.input.chat_output import answer_rule, calls_or_answer
-from gateway.requests.input.structured_output import StructuredOutput, to_lark
+from gateway.requests.input.grammars.compiler import to_lark
+from gateway.requests.input.structured_output import StructuredOutput
 from gateway.text.output_parser import RequiredCallsParser, Tool
 from gateway.text.tool_parsers.registry import FORMATS
 

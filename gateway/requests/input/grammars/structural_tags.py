@@ -12,6 +12,7 @@ import msgspec
 from llguidance import regex_to_lark
 
 from gateway.http.protocol.decoding import refuse
+from gateway.requests.input.structured_output import check_num_bytes
 
 MAX_FORMATS = 512
 #: A regular expression takes a node a time that grows with the square of its length.
@@ -43,11 +44,6 @@ def regex_rule(pattern: str, param: str) -> str:
 
 def check_size(text: str, max_bytes: int, param: str) -> None:
     check_num_bytes(len(text.encode("utf-8", "surrogatepass")), max_bytes, param)
-
-
-def check_num_bytes(num_bytes: int, max_bytes: int, param: str) -> None:
-    if num_bytes > max_bytes:
-        raise refuse(f"has {num_bytes} bytes, at most {max_bytes} are allowed", param)
 
 
 def structural_tag_to_lark(tag: Mapping[str, Any], param: str) -> str:
