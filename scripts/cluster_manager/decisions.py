@@ -91,7 +91,7 @@ def plan(desired: Desired, instances: Sequence[Instance], now: float) -> list[Ac
     """The actions that are due. It may be called at any time, and repeats nothing that is under way."""
     actions: list[Action] = [Discard(found.name) for found in instances if found.phase is Phase.GONE]
     staying = [found for found in instances if found.is_staying]
-    upgraded = _role_to_upgrade(desired, staying)
+    upgraded = _role_to_upgrade(desired, staying, now)
     for role in ROLES:
         mine = [found for found in staying if found.role == role]
         if role == upgraded:
@@ -102,15 +102,24 @@ def plan(desired: Desired, instances: Sequence[Instance], now: float) -> list[Ac
     return actions
 
 
-def _role_to_upgrade(desired: Desired, staying: Sequence[Instance]) -> Role | None:
-    """The first role that has instances of an older revision, once all of the roles before it are ready."""
+def _role_to_upgrade(desired: Desired, staying: Sequence[Instance], now: float) -> Role | None:
+    """The first role that has instances of an older revision, once all of the roles before it are ready.
+
+    Instances without room do not count, as long as another one of their role is ready.
+    """
     for role in ROLES:
         mine = [found for found in staying if found.role == role and not found.is_silent]
         if desired.counts[role] > 0 and any(found.revision < desired.revision for found in mine):
             return role
-        if any(found.phase is not Phase.READY for found in mine):
+        late = [found for found in mine if found.phase is not Phase.READY]
+        if late and (late == mine or not all(_lacks_room(desired, found, now) for found in late)):
             return None
     return None
+
+
+def _lacks_room(desired: Desired, found: Instance, now: float) -> bool:
+    """Whether an instance has waited for room as long as an upgrade waits."""
+    return found.phase is Phase.PLACING and now - found.since >= desired.surge_wait_s
 
 
 def _fill_or_shrink(
@@ -162,7 +171,8 @@ def _upgrade_step(
 ) -> list[Action]:
     """One step of a rolling upgrade of a group: one more of the new revision, and when it is ready, one old fewer.
 
-    Where there is no room for one more, an old one is stopped first.
+    Where there is no room for one more, an old one is stopped first. If that one had no room either, another one of the
+    new revision waits in its place, and the next old one follows.
     """
     role, count = mine[0].role, desired.counts[mine[0].role]
     usable = [found for found in mine if not found.is_silent]
@@ -172,10 +182,11 @@ def _upgrade_step(
         return []
     old = [found for found in _victims(desired, mine) if found.revision < desired.revision]
     pending = [found for found in usable if found not in old and found.phase is not Phase.READY]
+    if not all(_lacks_room(desired, found, now) for found in pending):
+        return []
     if len(usable) > count:
-        is_crowded = any(f.phase is Phase.PLACING and now - f.since >= desired.surge_wait_s for f in pending)
-        return [Stop(old[0].name)] if is_crowded or not pending else []
-    return [Start(role)] if not pending and _may_start(desired, role, staying, now) else []
+        return [Stop(old[0].name)]
+    return [Start(role)] if _may_start(desired, role, staying, now) else []
 
 
 @dataclass(frozen=True, slots=True)

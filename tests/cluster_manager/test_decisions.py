@@ -152,6 +152,16 @@ def test_without_room_an_upgrade_waits_for_some_before_it_stops_an_old_one() -> 
     assert plan(desired(revision=2), placing, 25.0) == [Stop("gateway-0")]
 
 
+def test_an_upgrade_goes_on_although_an_old_one_has_no_room() -> None:
+    before = [one("gateway-1", revision=2), one("prefill-1", revision=2), one("decode-0")]
+    new, newer = one("decode-2", PLACING, 2), one("decode-3", PLACING, 2, since=20.0)
+    assert plan(desired(revision=2), [*before, one("decode-1", PLACING), new], 20.0) == [Stop("decode-1")]
+    assert plan(desired(revision=2), [*before, new], 20.0) == [Start("decode")]
+    assert plan(desired(revision=2), [*before, new, newer], 39.9) == []
+    assert plan(desired(revision=2), [*before, new, newer], 40.0) == [Stop("decode-0")]
+    assert plan(desired(revision=2), [*before, replace(new, phase=STARTING), newer], 1_000.0) == []
+
+
 def test_what_serves_stays_while_an_upgrade_waits_for_a_role_before_it() -> None:
     before = [one("gateway-1", revision=2), one("prefill-1", STARTING, revision=2)]
     for phase in (STARTING, READY):
@@ -173,6 +183,12 @@ def test_a_group_is_upgraded_once_those_before_it_are_ready() -> None:
     placing = [one("gateway-1", PLACING, 2), *SETTLED[1:]]
     assert plan(desired(revision=2), placing, 1_000.0) == []
     assert plan(desired(revision=2), [one("gateway-1", READY, 2), *SETTLED[1:]], 0.0) == [Start("prefill")]
+
+
+def test_a_group_is_upgraded_although_one_before_it_has_no_room_for_all() -> None:
+    found = [one("gateway-1", revision=2), one("gateway-2", PLACING, 2), *SETTLED[1:]]
+    assert plan(desired(gateway=2, revision=2), found, 19.9) == []
+    assert plan(desired(gateway=2, revision=2), found, 20.0) == [Start("prefill")]
 
 
 def test_an_upgrade_that_does_not_start_leaves_the_old_ones_alone() -> None:
