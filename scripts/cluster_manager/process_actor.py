@@ -219,6 +219,7 @@ class ProcessActor:
             health = await asyncio.to_thread(self._get, "/health")
             now = time.monotonic()
             self._is_healthy = health is not None
+            self._is_ready &= self._is_healthy
             if health is not None:
                 answered_at = now
                 self._supervisor.mark_ready()

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from support.service.service import SMALL_MODEL
 from scripts.cluster_manager import process_actor
 from scripts.cluster_manager.command_line import Ports, ProcessSpec
 from scripts.cluster_manager.process_actor import MAX_LINES, Deaths, LogBuffer, ProcessActor, Report
+from scripts.serving.supervisor import Child, Supervisor
 
 
 def gateway(**values: Any) -> ProcessActor:
@@ -108,6 +110,23 @@ async def test_a_process_that_answers_no_more_is_killed_and_started_again(monkey
     await until(actor, lambda found: found.is_healthy)
     await actor.stop()
     await until(actor, lambda found: found.has_ended)
+
+
+async def test_a_process_that_answers_no_more_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(path: str) -> dict[str, Any] | None:
+        was_ready.append(actor._is_ready)
+        actor._has_ended = len(was_ready) == 3
+        return {"is_registered": True} if len(was_ready) == 1 else None
+
+    was_ready: list[bool] = []
+    child = Child("decode-0", [], {})
+    child.process = SimpleNamespace(pid=1, returncode=None)  # type: ignore[assignment]
+    actor = ProcessActor(msgspec.json.encode(ProcessSpec(name="decode-0", role="decode", values={})), "127.0.0.1")
+    actor._supervisor = Supervisor([child], LogBuffer())
+    monkeypatch.setattr(process_actor, "PROBE_S", 0.0)
+    monkeypatch.setattr(actor, "_get", answer)
+    await actor._watch(child)
+    assert was_ready == [False, True, False]
 
 
 @pytest.mark.slow
