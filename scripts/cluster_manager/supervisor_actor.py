@@ -179,8 +179,8 @@ class ClusterSupervisor:
         now = time.monotonic()
         asked = {question: live for live in self._lives if (question := live.ask(gateways, now)) is not None}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
-        reports = [live.report for live in self._lives if live.record.role == "gateway" and live.report]
-        has_serving_gateway = any(report.is_ready for report in reports)
+        heard = [live for live in self._lives if live.record.role == "gateway" and not live.is_silent(now)]
+        has_serving_gateway = any(live.report.is_ready for live in heard if live.report)
         for question in answered:
             live = asked[question]
             before = live.phase

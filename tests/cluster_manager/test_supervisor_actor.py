@@ -50,6 +50,16 @@ def test_a_cluster_becomes_ready(cluster: FakeCluster) -> None:
     assert status(supervisor).failures == {}
 
 
+def test_a_gateway_without_nodes_is_ready_although_a_silent_one_had_nodes(cluster: FakeCluster) -> None:
+    supervisor = cluster.supervisor()
+    cluster.run(supervisor)
+    cluster.ray.silent = {"baton/gateway-0"}
+    cluster.ray.hosts = {"b": "10.0.0.2", **cluster.ray.hosts}  # the first one is used
+    cluster.ray.first_answers["gateway"] = msgspec.structs.replace(HEALTHY, is_ready=False)
+    cluster.run(supervisor, 40)
+    assert states(supervisor) == {**READY, "gateway-0": "stopping, silent", "gateway-1": "ready"}
+
+
 # ---- mistakes that only Ray sees ------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,7 @@ class FakeRay:
     hosts: addresses by the ids of hosts.
     actors: of processes, by their names; a test may change what they answer.
     first_answers: of actors that start later, by role.
+    silent: names of actors that do not answer.
     killed: names of actors that were killed.
     states: what the store has, by the name of the cluster.
     refusal: why Ray refuses to place anything; empty if it places.
@@ -56,6 +57,7 @@ class FakeRay:
     hosts: dict[str, str] = field(default_factory=lambda: {"a": "10.0.0.1"})
     actors: dict[str, FakeActor] = field(default_factory=dict)
     first_answers: dict[str, Report | Exception] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
     killed: list[str] = field(default_factory=list)
     states: dict[str, ClusterState] = field(default_factory=dict)
     refusal: str = ""
@@ -68,7 +70,8 @@ class FakeRay:
         return [{"NodeID": host, "NodeManagerAddress": at, "Alive": True} for host, at in self.hosts.items()]
 
     def wait(self, questions: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
-        return questions, []
+        answered = [question for question in questions if question[0].name not in self.silent]
+        return answered, [question for question in questions if question not in answered]
 
     def get(self, question: tuple[FakeActor, object]) -> bytes:
         actor, _ = question
