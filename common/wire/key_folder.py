@@ -82,22 +82,23 @@ def write_folders(parent: Path, hosts: Sequence[str]) -> list[Path]:
         if (parent / host).exists() or hosts.count(host) > 1:
             raise ConfigError(f"{parent / host} exists already; remove it, or choose another name")
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folders = [parent / host for host in hosts]
-    for folder in folders:
-        folder.mkdir(mode=0o700)
-        (folder / "nodes").mkdir()
-        _write_pair(folder, NODE).rename(folder / "nodes" / f"{folder.name}.key")
-    everyone = [*known, *folders]
-    if not known:
-        _write_pair(folders[0], GATEWAY)
-    for folder in everyone:
-        for other in everyone:
-            own = Path("nodes") / f"{other.name}.key"
-            if folder is not other and not (folder / own).exists():
-                shutil.copy(other / own, folder / own)
-        if not (folder / "gateway.key").exists():
-            shutil.copy(everyone[0] / "gateway.key", folder / "gateway.key")
-    return folders
+    with tempfile.TemporaryDirectory(dir=parent, prefix="new.") as made:  # a failure leaves no folder without its keys
+        folders = [Path(made) / host for host in hosts]
+        for folder in folders:
+            folder.mkdir(mode=0o700)
+            (folder / "nodes").mkdir()
+            _write_pair(folder, NODE).rename(folder / "nodes" / f"{folder.name}.key")
+        everyone = [*known, *folders]
+        if not known:
+            _write_pair(folders[0], GATEWAY)
+        for folder in everyone:
+            for other in everyone:
+                own = Path("nodes") / f"{other.name}.key"
+                if folder is not other and not (folder / own).exists():
+                    shutil.copy(other / own, folder / own)
+            if not (folder / "gateway.key").exists():
+                shutil.copy(everyone[0] / "gateway.key", folder / "gateway.key")
+        return [folder.rename(parent / folder.name) for folder in folders]
 
 
 def _folder_of_user() -> Path:

@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.model_folder import find_model
+from common.wire import key_folder
 from common.wire.curve import CurveKeys
 from common.wire.key_folder import load_keys, read_folder, write_folders
 
@@ -38,6 +39,25 @@ def test_a_host_that_is_added_is_permitted_by_all_and_changes_no_key(folder: Pat
     assert (after.secret, after.gateway) == (before.secret, before.gateway)
     assert after.permitted == added.permitted == {**before.permitted, added.public: "b"}
     assert added.gateway == before.public
+
+
+@pytest.mark.parametrize("num_written", range(3))
+def test_after_a_failure_the_same_folders_can_be_made(
+    folder: Path, num_written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_the_disk(where: Path, name: str) -> Path:
+        if len(list(where.parent.rglob("*.key_secret"))) == num_written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_pair(where, name)
+
+    write_pair = key_folder._write_pair
+    with monkeypatch.context() as patches:
+        patches.setattr(key_folder, "_write_pair", fill_the_disk)
+        with pytest.raises(OSError, match="No space left"):
+            write_folders(folder, ["a", "b"])
+    assert os.listdir(folder) == []
+    first, second = write_folders(folder, ["a", "b"])
+    assert read_folder(second, "node").public in read_folder(first, "gateway").permitted
 
 
 def test_others_can_read_no_secret(folder: Path) -> None:
