@@ -94,7 +94,7 @@ def write_folders(parent: Path, hosts: Sequence[str]) -> list[Path]:
         for folder in everyone:
             for other in everyone:
                 own = Path("nodes") / f"{other.name}.key"
-                if folder is not other and not (folder / own).exists():
+                if folder is not other:  # it may permit an earlier key of this host
                     shutil.copy(other / own, folder / own)
             if not (folder / "gateway.key").exists():
                 shutil.copy(everyone[0] / "gateway.key", folder / "gateway.key")

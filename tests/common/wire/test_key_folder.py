@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,6 +58,13 @@ def test_after_a_failure_the_same_folders_can_be_made(
             write_folders(folder, ["a", "b"])
     assert os.listdir(folder) == []
     first, second = write_folders(folder, ["a", "b"])
+    assert read_folder(second, "node").public in read_folder(first, "gateway").permitted
+
+
+def test_a_host_whose_folder_was_removed_is_permitted_by_its_new_key(folder: Path) -> None:
+    first, second = write_folders(folder, ["a", "b"])
+    shutil.rmtree(second)
+    (second,) = write_folders(folder, ["b"])
     assert read_folder(second, "node").public in read_folder(first, "gateway").permitted
 
 
