@@ -197,6 +197,8 @@ class FileGateways(WatchedGateways):
     def __init__(self, path: Path, accept: Callable[[str], None]) -> None:
         def read() -> Iterable[str]:
             try:
+                if path.is_fifo():  # to open it would wait for a writer, and hold up the end of the node
+                    raise Unavailable(f"{path} cannot be read: it is a named pipe; name a regular file")
                 with path.open("rb") as file:
                     text = file.read(MAX_FILE_BYTES).decode(errors="replace")
             except FileNotFoundError:

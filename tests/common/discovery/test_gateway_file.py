@@ -1,5 +1,6 @@
 """Nodes follow a file that names the gateways."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def test_the_last_addresses_stand_while_the_file_cannot_be_read(
         other.replace(path)  # at once: for a moment without a file, there would be no gateways
         until(lambda: f"{path} cannot be read: Is a directory; the gateways known so far are kept" in caplog.text)
         assert directory.addresses() == (FIRST,)
+
+
+def test_a_named_pipe_is_refused_and_does_not_hold_up_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "gateways"
+    os.mkfifo(path)
+    with FileGateways(path, NodeConfig().check_gateway) as directory:
+        until(lambda: f"{path} cannot be read: it is a named pipe; name a regular file" in caplog.text)
+        assert directory.addresses() == ()
 
 
 def test_an_address_to_which_the_node_must_not_connect_is_ignored(
