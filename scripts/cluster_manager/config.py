@@ -21,7 +21,7 @@ Placement = Literal["pack", "spread", "strict-pack", "strict-spread"]
 
 MAX_COUNT = 10_000
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
-Amount = Annotated[float, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.1, le=86_400)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")]
 

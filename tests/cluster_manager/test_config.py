@@ -43,6 +43,8 @@ def test_options_of_a_group_take_precedence(tmp_path: Path) -> None:
         (LEAST + "cout = 3\n", "unknown field `cout` - at `decode`"),
         (LEAST.replace("count = 2", "count = -1"), ">= 0 - at `decode.count`"),
         (LEAST.replace("count = 2", "count = 'two'"), "Expected `int`, got `str` - at `decode.count`"),
+        (LEAST + "cpus = inf\n", "<= 1000000000.0 - at `decode.cpus`"),
+        (LEAST + "resources = { tpu = 1e10 }\n", "<= 1000000000.0 - at `decode.resources[...]`"),
         (LEAST + "placement = 'near'\n", "Invalid enum value 'near' - at `decode.placement`"),
         (LEAST + "near = 'decode'\n", "decode.near is the group itself"),
         ("name = '../x'\n" + LEAST, "at `name`"),
