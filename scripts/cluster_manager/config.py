@@ -127,6 +127,8 @@ def read_cluster_file(path: Path) -> ClusterConfig:
         raise ConfigError(f"--config {path} cannot be read: {reason_of(error)}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--config {path} has a number that is too long, or is nested too deeply") from error
     try:
         config = msgspec.convert(content, ClusterConfig)
     except msgspec.ValidationError as error:

@@ -78,6 +78,8 @@ def test_options_of_a_group_take_precedence(tmp_path: Path) -> None:
             "would both change the groups",
         ),
         ("count = ", "is not valid TOML"),
+        (f"count = {'9' * 5_000}\n", "has a number that is too long, or is nested too deeply"),
+        (f"count = {'[' * 5_000}\n", "has a number that is too long, or is nested too deeply"),
     ],
 )
 def test_a_mistake_is_refused_with_its_key(tmp_path: Path, text: str, words: str) -> None:
