@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import math
 import os
 import socket
 import sys
@@ -86,7 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         found.add_argument("--name", help='the cluster, if Ray has several [default: "baton", or as in --config]')
         if waits:
             found.add_argument(
-                "--timeout", type=float, default=900.0, metavar="S", help="seconds to wait for the end [default: 900]"
+                "--timeout",
+                type=_seconds,
+                default=900.0,
+                metavar="S",
+                help="seconds to wait for the end [default: 900]",
             )
         return found
 
@@ -115,6 +120,16 @@ def _num_lines(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, at least 0, not {text!r}")
+    return seconds
 
 
 class NoCluster(ClusterFailed):

@@ -52,6 +52,13 @@ def test_logs_begin_with_at_least_one_line(capsys: pytest.CaptureFixture[str], n
     assert f"-n/--lines: must be a whole number above 0, not '{number}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", ["nan", "-1", "long"])
+def test_a_wait_lasts_a_number_of_seconds(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["down", f"--timeout={seconds}"])
+    assert f"--timeout: must be a number of seconds, at least 0, not '{seconds}'" in capsys.readouterr().err
+
+
 def test_without_the_extra_its_name_is_said(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
