@@ -190,7 +190,10 @@ class SimulateConfig(
         minimum=1,
     )
     context_length: int | None = option(
-        None, f"Maximum number of tokens of prompt and output together. Without it: {CONTEXT_LENGTH:,}.", minimum=2
+        None,
+        "Maximum number of tokens of prompt and output together. Without it: what the config.json of --model FOLDER "
+        f"has, or {CONTEXT_LENGTH:,}.",
+        minimum=2,
     )
     chunked_prefill_size: int | None = option(
         None,
@@ -338,6 +341,12 @@ class SimulateConfig(
         values["max_total_tokens"] = self.max_total_tokens or POOL_TOKENS
         return NodeConfig(**values)
 
+    @cached_property
+    def max_context(self) -> int:
+        """Tokens of prompt and output together."""
+        shape = None if self.hardware is None else find_hardware(self.hardware, self.model).shape
+        return self.context_length or (shape.context_length if shape else None) or CONTEXT_LENGTH
+
     @property
     def capacities(self) -> dict[Role, Capacity]:
         return {"prefill": self._capacity("prefill"), "decode": self._capacity("decode")}
@@ -346,7 +355,7 @@ class SimulateConfig(
         node = self.node
         if self.node_models and self.max_total_tokens is None:
             node = replace(node, max_total_tokens=self.node_models[role].pool_tokens)
-        return plan_capacity(node, self.layout, device="cuda", context_length=self.context_length or CONTEXT_LENGTH)
+        return plan_capacity(node, self.layout, device="cuda", context_length=self.max_context)
 
     def pool(self, model: str) -> WorkerPool:
         """Registry, router and admission of the gateway."""

@@ -10,7 +10,7 @@ from gateway.requests.admission.priority import PriorityResolver
 from gateway.requests.admission.priority_review import INTERVAL_S, PriorityReview
 from scripts.load_tester.workload.plan import Plan
 from scripts.simulator.client import Client, PlannedTokens
-from scripts.simulator.config import CONTEXT_LENGTH, SimulateConfig
+from scripts.simulator.config import SimulateConfig
 from scripts.simulator.faults import FaultInjector
 from scripts.simulator.report import Figures, Objectives, figures
 from scripts.simulator.service.cluster import Cluster
@@ -40,7 +40,7 @@ class Simulation:
             config.costs,
             {role: found.costs for role, found in config.node_models.items()},
             vocab_size=VOCAB_SIZE,
-            context_length=config.context_length or CONTEXT_LENGTH,
+            context_length=config.max_context,
             eos_token_ids=(END_TOKEN,),
             takes_steps_together=not (
                 is_stepwise or config.check or config.faults or config.auto_roles or config.cores

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from common.cache.page_layout import ITEM_BYTES
-from common.errors import ConfigError, reason_of
+from common.engine.models.config import parse_rope
+from common.errors import ConfigError, UnsupportedModelError, reason_of
 
 #: Fields of config.json that say that only a part of the weights computes each token, which no formula here models.
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 MAX_CONFIG_BYTES = 1 << 20
+DEFAULT_THETA = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class ModelShape:
     Attributes:
         item_bytes: bytes of a weight and of a number in the KV cache.
         is_tied: whether the output matrix is the embedding.
+        context_length: tokens of prompt and output together; None if unknown.
     """
 
     name: str
@@ -32,6 +35,7 @@ class ModelShape:
     vocab_size: int
     is_tied: bool = False
     item_bytes: int = 2
+    context_length: int | None = None
 
     @property
     def layer_weights(self) -> int:
@@ -111,6 +115,7 @@ def _parse(content: dict[str, Any], file: Path) -> ModelShape:
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"{file}: torch_dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}")
     hidden_size, num_heads = number("hidden_size"), number("num_attention_heads")
+    positions = None if content.get("max_position_embeddings") is None else number("max_position_embeddings")
     return ModelShape(
         file.parent.name,
         number("num_hidden_layers"),
@@ -122,4 +127,13 @@ def _parse(content: dict[str, Any], file: Path) -> ModelShape:
         number("vocab_size"),
         is_tied=content.get("tie_word_embeddings") is True,
         item_bytes=ITEM_BYTES[dtype],
+        context_length=None if positions is None else _extended(positions, content, file.parent),
     )
+
+
+def _extended(max_positions: int, content: dict[str, Any], folder: Path) -> int:
+    """The context length, which YaRN may extend beyond ``max_position_embeddings``. No base of the rope changes it."""
+    try:
+        return parse_rope(content, max_positions, folder, DEFAULT_THETA).context_length(max_positions)
+    except UnsupportedModelError:  # another embedding of positions, which changes no cost
+        return max_positions

@@ -14,7 +14,7 @@ from scripts.load_tester.reporting.formats import percent
 from scripts.load_tester.workload.plan import make_plan
 from scripts.load_tester.workload.planned_request import PlannedRequest
 from scripts.simulator.client import priority_class_of
-from scripts.simulator.config import CONTEXT_LENGTH, POOL_TOKENS, SimulateConfig
+from scripts.simulator.config import POOL_TOKENS, SimulateConfig
 from scripts.simulator.hardware.node_model import NodeModel, find_hardware
 from scripts.simulator.planning.deployment import Deployment
 from scripts.simulator.planning.estimate import LoadSize
@@ -97,7 +97,7 @@ def _check_requests(config: SimulateConfig, requests: Sequence[PlannedRequest], 
     Args:
         pool: tokens of the largest pool of a node.
     """
-    context = config.context_length or CONTEXT_LENGTH
+    context = config.max_context
     priorities = PriorityResolver(config)
     refusals: Counter[str] = Counter()
     for one in requests:

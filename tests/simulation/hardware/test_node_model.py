@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,31 @@ def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True, "torch_dtype": "float32"}))
     tied = find_shape(str(tmp_path))
     assert tied.weight_bytes == tied.step_bytes == 4 * (SHAPE.layer_weights + 800)
+
+
+@pytest.mark.parametrize(
+    ("positions", "options", "max_context"),
+    [
+        ({}, {}, 131_072),
+        ({"max_position_embeddings": 4_096}, {}, 4_096),
+        ({"max_position_embeddings": 4_096}, {"context_length": 1_000}, 1_000),
+        (
+            {
+                "max_position_embeddings": 4_096,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4_096},
+            },
+            {},
+            16_384,
+        ),
+        ({"max_position_embeddings": 4_096, "rope_scaling": {"rope_type": "longrope"}}, {}, 4_096),
+    ],
+)
+def test_the_context_is_that_of_the_folder_unless_it_is_given(
+    tmp_path: Path, positions: dict[str, Any], options: dict[str, Any], max_context: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | positions))
+    config = SimulateConfig(hardware="h200", model=str(tmp_path), **options)
+    assert config.max_context == config.capacities["decode"].context_length == max_context
 
 
 @pytest.mark.parametrize(
