@@ -31,8 +31,8 @@ _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 #: Far above what adapters have, which is about their rank.
 MAX_ALPHA = 1e9
 MAX_BYTES = 1 << 20
-#: Of one setting; PEFT writes as many as a layer has kinds of matrices.
-MAX_PATTERNS = 256
+#: Of one setting; an adapter may have one for each of its matrices, such as 882 in 126 layers of seven.
+MAX_PATTERNS = 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ MAX_LENGTH, MAX_DEPTH = 512, 8
 #: A part that stands for one character.
 _ONE = re.compile(r"\[\^?[\w.-]+\]|\\[dDwW.\\$|()*+?^\[\]{}-]|[\w.:/ -]", re.ASCII)
 _COUNT = re.compile(r"([*+?])\??|\{(\d{1,2})(?:(,)(\d{0,2}))?\}\??")
-#: Patterns of one length, whose dots stand for any character: nearly all that PEFT writes.
-_PLAIN = re.compile(r"[\w.-]*", re.ASCII)
+#: Patterns whose matches have one length: nearly all that PEFT writes. There may be one for each matrix of a model.
+_PLAIN = re.compile(r"\^?((?:[\w-]|\\?\.)*)\$?", re.ASCII)
 
 
 class Text(str):
@@ -45,8 +45,9 @@ class NamePattern:
     def __init__(self, pattern: str) -> None:
         if len(pattern) > MAX_LENGTH:
             raise ValueError(f"it has more than {MAX_LENGTH} characters")
-        self._plain = re.compile(pattern) if _PLAIN.fullmatch(pattern) else None
-        self._length = len(pattern)
+        plain = _PLAIN.fullmatch(pattern)
+        self._plain = re.compile(pattern) if plain else None
+        self._length = len(plain[1].replace("\\", "")) if plain else 0
         self._match = _Parser(pattern).parse()
 
     def matches(self, name: str) -> bool:

@@ -152,6 +152,14 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(
     assert said in str(error.value)
 
 
+def test_an_adapter_may_have_a_pattern_for_each_matrix_of_a_large_model(small: Path, tmp_path: Path) -> None:
+    ranks = {f"model.layers.{layer}.self_attn.{name}_proj": 3 for layer in range(230) for name in "qkvo"}
+    found = read(make_adapter(tmp_path / "a", small, targets=("q_proj",), rank_pattern=ranks), small)
+    assert [len(pair.a) for pair in found.pairs.values()] == [3, 3]
+    with pytest.raises(ConfigError, match="rank_pattern has 1025 patterns; at most 1024 are read"):
+        read(configure(tmp_path / "a", rank_pattern={str(number): 3 for number in range(1025)}), small)
+
+
 @pytest.mark.parametrize("start", [False, "Gaussian", "eva", "orthogonal", "mica"])
 def test_starts_that_leave_the_weights_of_the_model_are_read(small: Path, tmp_path: Path, start: bool | str) -> None:
     found = read(configure(make_adapter(tmp_path / "a", small), init_lora_weights=start), small)
