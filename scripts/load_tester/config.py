@@ -323,7 +323,12 @@ def has_limits(mix: str | None) -> bool:
 #: Options without effect unless another is given: field, the other flag, and whether it is given.
 NEEDS: tuple[tuple[str, str, Callable[["LoadtestConfig"], Any]], ...] = (
     ("search_steps", "--find-goodput", lambda config: config.find_goodput),
-    ("slo_attainment", "a limit, such as --slo-ttft", lambda config: config.slos or has_limits(config.mix)),
+    # Lines of a trace, which is not read yet, may have limits of their own.
+    (
+        "slo_attainment",
+        "a limit, such as --slo-ttft",
+        lambda config: config.slos or has_limits(config.mix) or config.trace,
+    ),
     ("scrape_interval", "--scrape", lambda config: config.scrape != "none"),
     ("vocab_size", "--prompt ids", lambda config: config.sends_ids),
 )

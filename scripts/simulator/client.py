@@ -232,7 +232,7 @@ class Client:
         )
         name = priority_class_of(planned, self._classes)
         expected = planned.num_output if is_known else self._predictor.expected(planned.tenant, prompt)
-        limits = slo_limits(self._plan.classes.get(planned.class_name), self._slos)
+        limits = slo_limits(planned, self._slos, self._plan.classes)
         request = GenerateRequest(
             rid,
             rid,

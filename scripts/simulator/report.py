@@ -81,7 +81,7 @@ def write_report(path: str | None, flag: str, text: Callable[[], str]) -> bool:
 
 def service(kept: Sequence[Outcome], goals: Objectives) -> Figures:
     """How many of the measured requests met their limits; failed requests did not."""
-    num_good = sum(_is_good(o, slo_limits(goals.kinds.get(o.planned.class_name), goals.slos)) for o in kept)
+    num_good = sum(_is_good(o, slo_limits(o.planned, goals.slos, goals.kinds)) for o in kept)
     starved = sum((o.stamps_s[0] if o.stamps_s else o.ended_at) - o.due_at > goals.starvation_s for o in kept)
     share = num_good / len(kept) if kept else 0.0
     return {"good": num_good, "share": share, "is_attained": share >= goals.attainment, "starved": starved}

@@ -71,6 +71,7 @@ def test_a_word_without_a_flag_is_refused_with_the_flag_for_a_server() -> None:
 def test_the_objective_of_a_single_run_may_be_any_share_of_its_requests() -> None:
     understand({"slo_attainment": 0.99, "slo_ttft": "1s"})
     understand({"slo_attainment": 0.99, "mix": "a:deadline=2s"})
+    understand({"slo_attainment": 0.99, "trace": "lines-with-limits.jsonl"})
 
 
 def understand(options: dict[str, Any]) -> None:

@@ -76,6 +76,12 @@ def test_tiles_are_judged_by_the_limits_of_the_run() -> None:
     assert set(tones(report_of(steady())).values()) == {"", "good"}, "without a limit only the lack of failures is good"
 
 
+def test_limits_of_requests_are_an_objective() -> None:
+    for own in ({"deadline_ms": 500.0}, {"slos": {"ttft": 0.5}}):
+        (tile,) = [tile for tile in tiles(report_of(steady(**own))) if tile.name == "Goodput"]
+        assert tile.judgement == "100.0% good: reaches 90%"
+
+
 def test_invalid_runs_and_failures_stand_before_the_tiles() -> None:
     failed = [record(at=40.0 + n, index=40 + n, error="http_429", message="queue is full") for n in range(3)]
     report = report_of([*steady(), *failed])

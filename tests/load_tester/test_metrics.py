@@ -69,6 +69,13 @@ def test_each_limit_applies_to_its_own_measure() -> None:
     assert metrics.misses(record(0.1, 0.3, deadline_ms=200.0), {}) == ["deadline"]
 
 
+def test_limits_of_a_request_override_those_of_the_run() -> None:
+    """Both take 0.1 s to the first token, and one of them had to within 50 ms."""
+    records = [record(0.1, 0.2), record(0.1, 0.2, slos={"ttft": 0.05})]
+    assert metrics.service(records, {"ttft": 0.5, "e2e": 0.5}, {})["misses"] == {"ttft": 1}
+    assert metrics.goodput(records, {"ttft": 0.5}, {}, 0.0, 1.0) == 1.0
+
+
 def test_a_limit_on_gaps_allows_one_percent_of_the_gaps() -> None:
     """One of three gaps is 0.5 s, so a limit of 499 ms holds for two thirds of the gaps, without interpolation."""
     assert metrics.misses(record(0.1, 0.11, 0.12, 0.62), {"itl": 0.499}) == ["itl"]

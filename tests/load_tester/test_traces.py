@@ -267,6 +267,15 @@ def test_fields_of_a_wrong_type_only_go_to_the_server(tmp_path: Path) -> None:
     assert (second.priority, third.priority) == (None, 3)
 
 
+def test_objectives_of_a_line_are_limits_of_its_request(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t", {"prompt": "a", "slo_ttft_ms": 200, "slo_itl_ms": 50.0}, {"prompt": "a", "slo_ttft_ms": "x"}
+    )
+    first, second = replay_trace(read_trace(path), ReplayOptions(), np.random.default_rng(0))
+    assert (first.slos, second.slos) == ((("ttft", 0.2), ("itl", 0.05)), ())
+    assert first.extra == {"prompt": "a", "slo_ttft_ms": 200, "slo_itl_ms": 50.0}
+
+
 @pytest.mark.parametrize(
     ("replay", "words"),
     [

@@ -15,6 +15,7 @@ import numpy as np
 
 from scripts.load_tester.analysis import stats
 from scripts.load_tester.analysis.records import RequestRecord
+from scripts.load_tester.workload.planned_request import PlannedRequest
 from scripts.load_tester.workload.request_classes import RequestClass
 
 Figures = dict[str, Any]
@@ -97,9 +98,12 @@ def limited_gap(gaps: Sequence[float]) -> float:
     return sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1]
 
 
-def slo_limits(request_class: RequestClass | None, slos: dict[str, float]) -> dict[str, float]:
-    """Limits of a class: its own override the run's."""
-    return slos | dict(request_class.slos if request_class else ())
+def slo_limits(
+    request: RequestRecord | PlannedRequest, slos: dict[str, float], classes: dict[str, RequestClass]
+) -> dict[str, float]:
+    """Limits of a request: its own override those of its class, and these the run's."""
+    request_class = classes.get(request.class_name)
+    return slos | dict(request_class.slos if request_class else ()) | dict(request.slos)
 
 
 def service(records: Sequence[RequestRecord], slos: dict[str, float], classes: dict[str, RequestClass]) -> Figures:
@@ -111,7 +115,7 @@ def service(records: Sequence[RequestRecord], slos: dict[str, float], classes: d
     Args:
         records: measured requests.
     """
-    broken = [misses(record, slo_limits(classes.get(record.class_name), slos)) for record in records]
+    broken = [misses(record, slo_limits(record, slos, classes)) for record in records]
     good = sum(not names for names in broken)
     alone = _alone(records)
     in_time = sorted(range(len(records)), key=lambda place: records[place].intended_s)
@@ -143,7 +147,7 @@ def goodput(
         records: all requests of the run, measured or not.
     """
     ended = [record for record in records if record.stamps_s and begin_s <= record.stamps_s[-1] <= end_s]
-    good = sum(not misses(record, slo_limits(classes.get(record.class_name), slos)) for record in ended)
+    good = sum(not misses(record, slo_limits(record, slos, classes)) for record in ended)
     return good / max(end_s - begin_s, 1e-9)
 
 

@@ -13,6 +13,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """One request. Instants are seconds since the start of the run; -1 for an event that never happened.
 
     Attributes:
+        slos: limits of its own, in seconds, which override those of its class.
         ideal_cached: prompt tokens that a perfect prefix cache would have held.
         prompt_digest: identifies the prompt, the same in every run.
         intended_s: when the request should have gone out; headline latencies count from here.
@@ -40,6 +41,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     priority: int | None
     priority_class: str
     deadline_ms: float | None
+    slos: dict[str, float]
     num_input: int
     num_output_asked: int
     ideal_cached: int
@@ -116,6 +118,7 @@ def make_record(
         priority=planned.priority,
         priority_class=planned.priority_class,
         deadline_ms=planned.deadline_ms,
+        slos=dict(planned.slos),
         num_input=planned.num_input,
         num_output_asked=planned.num_output,
         ideal_cached=ideal_cached,

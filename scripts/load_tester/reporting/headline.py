@@ -90,9 +90,9 @@ def _goodput(report: Report) -> Tile:
 
 
 def has_objective(report: Report) -> bool:
-    """Whether the run or one of its classes has a limit or a deadline, or requests of a trace have missed theirs."""
-    service = report.service
-    return bool(service["limits_s"]) or has_limits(report.config.get("mix")) or "deadline" in service["misses"]
+    """Whether the run, one of its classes or one of its requests has a limit or a deadline."""
+    is_limited = bool(report.service["limits_s"]) or has_limits(report.config.get("mix"))
+    return is_limited or any(record.slos or record.deadline_ms is not None for record in report.measured)
 
 
 def _failed(report: Report) -> Tile:
@@ -125,8 +125,9 @@ def latency_tile(report: Report, name: str, share: str) -> Tile:
 
 
 def _missed(report: Report, name: str) -> str:
-    """How many requests break a limit of the run; empty if classes have limits of their own."""
-    if name not in report.service["limits_s"] or "slo-" in (report.config.get("mix") or ""):
+    """How many requests break a limit of the run; empty if classes or requests have limits of their own."""
+    has_others = "slo-" in (report.config.get("mix") or "") or any(record.slos for record in report.measured)
+    if name not in report.service["limits_s"] or has_others:
         return ""
     return f"{report.service['misses'].get(name, 0):,} of {counted(report.num_measured, 'request')} over the limit"
 
@@ -143,7 +144,7 @@ def objective(report: Report) -> str:
     )
     if not has_objective(report):
         return "none: without --slo-ttft, --slo-itl, --slo-tpot or --slo-e2e every answer counts as good"
-    return f"{report.target * 100:g}% of requests within {limits or 'the limits of their class'}"
+    return f"{report.target * 100:g}% of requests within {limits or 'their own limits'}"
 
 
 # ---- what comes first -----------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class PlannedRequest:
         turns_left: turns of the session after this one.
         think_s: pause after the previous turn; -1 for a first turn.
         group: number of the group with a shared prefix; -1 for none.
+        slos: limits of its own, in seconds, as a class has them.
         extra: fields of the body from the user's own trace, perhaps the prompt; they override all others.
     """
 
@@ -50,6 +51,7 @@ class PlannedRequest:
     priority: int | None = None
     deadline_ms: float | None = None
     priority_class: str = ""
+    slos: tuple[tuple[str, float], ...] = ()
     extra: dict[str, Any] | None = None
 
     def digest(self, drawn: str) -> str:

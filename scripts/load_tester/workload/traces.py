@@ -343,13 +343,19 @@ def _planned(number: int, row: TraceRow, at: float, trace: Trace, replay: Replay
 
 
 def _priority_fields(extra: dict[str, Any]) -> dict[str, Any]:
-    """Priority and deadline of a user's own request; values of a wrong type only go to the server."""
+    """Priority, deadline and objectives of a user's own request; values of a wrong type only go to the server."""
     priority, deadline_ms = extra.get("priority"), extra.get("deadline_ms")
     if type(priority) is not int or abs(priority) > MAX_PRIORITY:
         priority = None
     if type(deadline_ms) not in (int, float):
         deadline_ms = None
-    return {"priority": priority, "deadline_ms": deadline_ms, "priority_class": _text(extra.get("priority_class"))}
+    fields = {"ttft": "slo_ttft_ms", "itl": "slo_itl_ms"}
+    return {
+        "priority": priority,
+        "deadline_ms": deadline_ms,
+        "priority_class": _text(extra.get("priority_class")),
+        "slos": tuple((name, extra[key] / 1e3) for name, key in fields.items() if type(extra.get(key)) in (int, float)),
+    }
 
 
 def _scaled(length: int, scale: float, most: int | None, flag: str = "--length-scale") -> int:

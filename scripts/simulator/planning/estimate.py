@@ -54,12 +54,12 @@ class LoadSize:
 
     @classmethod
     def of(cls, plans: Sequence[Plan], span_s: float, slos: dict[str, float]) -> "LoadSize":
-        """Args: slos: limits of requests whose class has none of its own."""
+        """Args: slos: limits of requests that have none, nor has their class."""
         found: list[RequestSize] = []
         for plan in plans:
             planned = [request for session in plan.sessions for request in session]
             for one, hit in zip(planned, ideal_cached_tokens(planned), strict=True):
-                limits = slo_limits(plan.classes.get(one.class_name), slos)
+                limits = slo_limits(one, slos, plan.classes)
                 ttft_s = min(limits.get(name, math.inf) for name in ("ttft", "e2e"))
                 itl_s = limits.get("itl", limits.get("tpot", math.inf))
                 found.append(RequestSize(one.num_input, hit, one.num_output, ttft_s, itl_s))

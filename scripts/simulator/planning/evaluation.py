@@ -95,7 +95,7 @@ class _Watch:
 
     def _is_decided(self, outcome: Outcome, simulation: Simulation) -> bool:
         """Judge a request that has ended, or whose first token is late."""
-        limits = slo_limits(self._classes.get(outcome.planned.class_name), self._limits)
+        limits = slo_limits(outcome.planned, self._limits, self._classes)
         if outcome.ended_at >= 0:
             missed = missed_limits(outcome, limits) if outcome.is_ok and outcome.stamps_s else ["ttft"]
         else:

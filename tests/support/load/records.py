@@ -6,7 +6,7 @@ from scripts.load_tester.analysis.records import RequestRecord
 
 PLAIN: dict[str, Any] = {
     "index": 0, "class_name": "", "tenant": "", "session": -1, "turn": 0, "group": -1, "priority": None,
-    "priority_class": "", "deadline_ms": None, "num_input": 10, "num_output_asked": 3, "ideal_cached": 0,
+    "priority_class": "", "deadline_ms": None, "slos": {}, "num_input": 10, "num_output_asked": 3, "ideal_cached": 0,
     "prompt_digest": "d",
     "intended_s": 0.0, "released_s": 0.0, "sent_s": 0.0, "ended_s": 1.0, "stamps_s": [], "counts": [],
     "has_counts": False, "status": 200, "error": "", "message": "", "finish": "length", "num_output": 0,
