@@ -71,6 +71,13 @@ def test_llama_cpp_times_two_stages_in_milliseconds(events: list[dict[str, Any]]
     assert answer.stamps == [first, first + 1]
 
 
+def test_a_tool_call_is_output() -> None:
+    name, arguments = [{"index": 0, "function": {"name": "f", "arguments": ""}}], [{"function": {"arguments": "{}"}}]
+    events = delta_of(role="assistant", content=None), delta_of(tool_calls=name), delta_of(tool_calls=arguments)
+    answer = read(*events, delta_of("tool_calls"))
+    assert (answer.text, answer.error, answer.finish, answer.stamps) == ("f{}", "", "tool_calls", [2.0, 3.0])
+
+
 def test_vllm_counts_tokens_only_on_request() -> None:
     usage = {
         "prompt_tokens": 3,

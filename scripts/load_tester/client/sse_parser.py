@@ -20,10 +20,29 @@ from scripts.load_tester.client.ipc import RequestDone
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: Any = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function | None = None
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+    @property
+    def text(self) -> str:
+        """Everything that the model wrote."""
+        text = self.content or self.reasoning_content or self.reasoning or ""
+        if self.tool_calls:
+            functions = [call.function for call in self.tool_calls if call.function]
+            text += "".join(f"{function.name or ''}{function.arguments or ''}" for function in functions)
+        return text
 
 
 class _Choice(msgspec.Struct):
@@ -218,7 +237,7 @@ def _take(response: ParsedResponse, event: _Event, at: float) -> None:
         delta = choice.delta or choice.message
         text = choice.text or ""
         if delta is not None:
-            text = delta.content or delta.reasoning_content or delta.reasoning or ""
+            text = delta.text
         if text or choice.token_ids:
             response.stamps.append(at)
             response.counts.append(len(choice.token_ids) if choice.token_ids else 1)
