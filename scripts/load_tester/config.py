@@ -335,7 +335,10 @@ NEEDS: tuple[tuple[str, str, Callable[["LoadtestConfig"], Any]], ...] = (
 LOAD_NEEDS: tuple[tuple[str, str, Callable[["LoadOptions"], Any]], ...] = (
     ("cv", "--arrival gamma", lambda config: config.arrival == "gamma"),
     ("burst_size", "--arrival burst", lambda config: config.arrival == "burst"),
-    ("arrival", "an open loop: leave --concurrency out", lambda config: not config.concurrency),
+    *(
+        (name, "an open loop: leave --concurrency out", lambda config: not config.concurrency)
+        for name in ("arrival", "time_scale", "trace_jitter")
+    ),
     ("prefix_groups", "--prefix-len", lambda config: config.prefix_len or "prefix=" in (config.mix or "")),
     ("think", "--turns", lambda config: config.turns != "1" or "turns=" in (config.mix or "")),
     ("trace_unit", "--trace", lambda config: config.trace),

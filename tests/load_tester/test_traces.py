@@ -129,6 +129,12 @@ def test_the_tick_of_a_clock_is_not_the_most_common_gap(tmp_path: Path, gaps_ms:
     assert min(moved) >= 0 and max(moved) < tick_s and len(set(moved)) == len(moved)
 
 
+def test_a_closed_loop_is_not_described_by_the_instants_of_the_trace(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "t", *(dict(MOONCAKE[0], timestamp=1000 * number) for number in range(6))))
+    assert any("replayed over" in note for note in make_plan(LoadtestConfig(trace=path)).notes)
+    assert not any("replayed over" in note for note in make_plan(LoadtestConfig(trace=path, concurrency=2)).notes)
+
+
 def test_a_window_selects_part_of_the_trace(tmp_path: Path) -> None:
     rows = [dict(MOONCAKE[0], timestamp=1000 * number) for number in range(10)]
     plan = replay_trace(

@@ -381,6 +381,8 @@ def test_durations_have_units(text: str, expected: float) -> None:
         (["--cv", "3"], "--cv needs --arrival gamma"),
         (["--burst-size", "3"], "--burst-size needs --arrival burst"),
         (["--concurrency", "2", "--arrival", "burst"], "--arrival needs an open loop"),
+        (["--concurrency", "2", "--trace", "t", "--time-scale", "0.1"], "--time-scale needs an open loop"),
+        (["--concurrency", "2", "--trace", "t", "--trace-jitter"], "--trace-jitter needs an open loop"),
         (["--prefix-groups", "3"], "--prefix-groups needs --prefix-len"),
         (["--think", "3s"], "--think needs --turns"),
         (["--trace-unit", "ms"], "--trace-unit needs --trace"),

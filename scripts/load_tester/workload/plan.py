@@ -116,7 +116,9 @@ def _trace_plan(config: LoadOptions, trace: Trace, classes: dict[str, RequestCla
         max_requests=config.num_requests,
         duration_s=math.inf if config.concurrency else config.duration_s or math.inf,
     )
-    plan = replay_trace(trace, replay, make_rng(config.seed, JITTER))
+    # A closed loop does not follow the trace's instants, which the notes of a replay describe.
+    replayed = replace(trace, notes=[]) if config.concurrency else trace
+    plan = replay_trace(replayed, replay, make_rng(config.seed, JITTER))
     if config.tenants:
         names = make_rng(config.seed, SAMPLING, TENANT).integers(0, config.tenants, len(plan))
         for planned, number in zip(plan, names.tolist(), strict=True):
