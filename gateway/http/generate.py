@@ -302,7 +302,7 @@ class GenerateApp:
         for stream in streams if known else ():
             if (output := known.get(stream.request.key)) is not None and output.tokens:
                 stream.on_tokens(Tokens(stream.request.rid, 0, 0, output.tokens, finish=output.finish), arrived_at)
-        self._submit([stream for stream in streams if not stream.is_ended] if known else streams)
+        self._submit(streams)
         if keyed is not None:
             self._retries.add(keyed, streams, events)
         is_retry = any(output.tokens for output in known.values())
@@ -352,18 +352,24 @@ class GenerateApp:
         ]
 
     def _submit(self, streams: list[OutputStream]) -> None:
-        """Sends all outputs of a request, or none. Raises RequestError: too many for their tenant or in all."""
-        if not streams:
-            return
+        """Sends all outputs of a request, or none; those that a node has kept whole have ended already.
+
+        Raises RequestError: too many for their tenant or in all.
+        """
         services = self._services
+        kept = [output for output in streams if output.is_ended]
+        running = [output for output in streams if not output.is_ended] if kept else streams
         tenant, now = streams[0].request.tenant, services.clock.now()
         if tenant:
             services.quotas.admit(tenant, len(streams), sum(charge(output.request) for output in streams), now)
         try:
-            services.dispatcher.dispatch(streams)
+            if running:
+                services.dispatcher.dispatch(running)
         except Exception as error:
             is_refused = isinstance(error, RequestError)  # none is in flight, and a rid may be another request's
             for output in streams:
                 if is_refused or not services.dispatcher.fail_internal(output.request.rid):
                     services.quotas.ended(tenant, charged=charge(output.request), tokens=0, now=now)
             raise
+        for output in kept:
+            services.dispatcher.end_kept(output)

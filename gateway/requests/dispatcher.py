@@ -174,6 +174,10 @@ class Dispatcher:
                 self.pump_soon()
         self._send(placed, now)
 
+    def end_kept(self, stream: OutputStream) -> None:
+        """Takes an output that a node has kept whole for another gateway, so that it never is in flight here."""
+        self._on_end(stream)
+
     def _enqueue_rest(self, flights: Sequence[InFlightRequest], num_sent: int, num_able: int, now: float) -> None:
         """Lets requests wait: those up to ``num_able`` for the next turn, the others for room."""
         for i, flight in enumerate(flights[num_sent:], num_sent):

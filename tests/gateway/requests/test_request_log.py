@@ -7,6 +7,8 @@ from support.gateway.fake_nodes import error_of, running, start_request
 
 from common.errors import ErrorCode
 from common.logs import FIELDS
+from common.wire.messages import KeptOutput
+from gateway.requests.idempotency import identify
 
 NAME = "gateway.requests.request_log"
 
@@ -50,6 +52,19 @@ async def test_each_output_of_a_request_has_a_line(folder, lines):
         assert (await stack.post("/v1/completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": 1}))[0] == 200
     rids = [line["rid"] for line in lines()]
     assert len(set(rids)) == 4
+
+
+async def test_an_output_that_a_node_has_kept_whole_has_a_line_and_leaves_nothing_in_flight(folder, lines):
+    path, body = "/v1/completions", b'{"prompt": "DEF", "max_tokens": 3}'
+    async with running(folder, tenant_header=True, tenant_quotas=("one:requests=1",)) as stack:
+        _, decode = await stack.pair()
+        for key in ("first", "second"):  # of which the tenant may have one at a time
+            decode.kept = (KeptOutput(f"{identify(path, body, 'one', key, None).digest}-0", (65, 66, 67), "length"),)
+            headers = {"content-type": "application/json", "idempotency-key": key, "x-baton-tenant": "one"}
+            async with stack.client.post(stack.url + path, data=body, headers=headers) as answer:
+                assert (answer.status, answer.headers["idempotent-replayed"]) == (200, "true")
+        assert not decode.generates
+    assert [(line["status"], line["output_tokens"], line["num_attempts"]) for line in lines()] == [("length", 3, 0)] * 2
 
 
 async def test_a_failed_request_has_its_error_code_and_no_first_token(folder, lines):
