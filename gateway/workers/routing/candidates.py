@@ -80,7 +80,7 @@ class NodeArrays:
     Attributes:
         capacity, longest, max_running, step_s, prompt_token_s, send_token_s: as in ``Candidate``.
         most_held: tokens of a pool that one request holds at most.
-        revision: a number for each revision.
+        revision: hash of the revision, to the precision of a double.
         load: tokens that a node still has to compute (prefill) or holds (decode), for all gateways.
         other_load: the part of it that other gateways have sent.
         num_requests: in flight, whose last token the node makes.

@@ -121,7 +121,6 @@ class Router:
         self._names: dict[int, str] = {}  # the reverse
         self._free_rows = list(range(NUM_ROWS - 1, -1, -1))
         self._groups: dict[tuple[int, int], NodeGroup] = {}
-        self._revisions: dict[str, int] = {}  # number of each
         self._num_chosen = 0
 
     @property
@@ -191,7 +190,7 @@ class Router:
         for rows, counts in ((group.prefill_rows, arrays.load), (group.decode_rows, arrays.num_requests)):
             able = np.ones(len(rows), np.bool_)
             if among.revision:
-                able &= arrays.revision[rows] == self._revisions.get(among.revision, -1)
+                able &= arrays.revision[rows] == hash(among.revision)
             if rows is group.decode_rows and among.decode is not None:
                 able &= rows == self._rows.get(among.decode, -1)
             else:
@@ -550,7 +549,7 @@ class Router:
         arrays.capacity[row] = min(node.capacity_tokens, MAX_TOKENS)
         arrays.longest[row] = min(node.longest_tokens, MAX_TOKENS)
         arrays.most_held[row] = min(node.most_held_tokens or MAX_TOKENS, MAX_TOKENS)
-        arrays.revision[row] = self._revisions.setdefault(node.revision, len(self._revisions))
+        arrays.revision[row] = hash(node.revision)
         arrays.max_running[row] = min(node.max_running, MAX_TOKENS)
         arrays.step_s[row], arrays.prompt_token_s[row] = node.step_s, node.prompt_token_s
         arrays.send_token_s[row] = node.send_token_s
