@@ -465,7 +465,8 @@ class Dispatcher:
         if flight.is_paused:
             pool.admission.set_paused(is_paused=False)
         pool.admission.release(stream.ended_at, served_s=served_s, num_tokens=len(stream.ids))
-        pool.load_meter.ended(stream)
+        if stream.error is None or stream.error.code is not ErrorCode.QUEUE_FULL:  # as those refused on arrival
+            pool.load_meter.ended(stream)
         if not pool.queue.is_idle:
             self.pump_soon()
         self._on_end(stream)

@@ -78,6 +78,7 @@ class Table:
             for incarnation in decodes:
                 decode = make_register("decode", incarnation, model=model, max_running=rows)
                 pool.registry.register(incarnation, decode, 0.0)
+        self.load_meter = pools[0].load_meter
         self.post = Post()
         self.clock = ManualClock(1.0)
         self.ended = []
@@ -155,6 +156,16 @@ def test_a_decode_node_is_told_whether_the_prefill_node_has_finished_the_output(
     aborts = [message for message, node in table.post.sent if isinstance(message, Abort) and node == DECODE]
     told = [(abort.rid, abort.reason) for abort in aborts]
     assert told == [("a", "finished"), ("b", "aborted")]
+
+
+def test_an_evicted_request_does_not_count_as_an_arrival():
+    table = Table(max_queued_requests=1, enable_priority_scheduling=True)
+    table.load_meter.sample(0, 0.0)
+    for rid, priority in (("first", 0), ("evicted", 0), ("urgent", 1)):
+        table.come(rid, priority=priority)
+    assert [(stream.request.rid, stream.error.code) for stream in table.ended] == [("evicted", ErrorCode.QUEUE_FULL)]
+    table.load_meter.sample(table.requests.num_in_flight, 10.0)
+    assert table.load_meter.load(0).requests == 0.2
 
 
 @pytest.mark.parametrize(("finish", "reason"), [("", "stopped"), ("length", "finished"), ("stop", "finished")])
