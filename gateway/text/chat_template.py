@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import ConfigError, ErrorCode, reason_of
-from gateway.http.protocol.decoding import refuse
+from gateway.http.protocol.decoding import refuse, value_of_either
 from gateway.http.protocol.native import TokenizeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, ChatMessage, Part, ToolCall, ToolField
 
@@ -329,7 +329,7 @@ def _plain_message(message: ChatMessage, form: MessageForm, param: str) -> dict[
         plain["tool_calls"] = [_plain_call(call, form) for call in message.tool_calls]
     if message.tool_call_id is not None:
         plain["tool_call_id"] = _call_id(message.tool_call_id, form)
-    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    reasoning = value_of_either(message, "reasoning_content", "reasoning", f"{param}.")
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
         if form.has_thinking and (is_of_calls_alone or not message.tool_calls):

@@ -47,6 +47,18 @@ def refuse(message: str, param: str | None, code: ErrorCode = ErrorCode.INVALID_
     return RequestError(code, f"{param}: {message}" if param else message, param=param)
 
 
+def value_of_either(fields: msgspec.Struct, name: str, other: str, prefix: str = "") -> Any:
+    """The value of a field that has two names. Raises RequestError: both are given, with different values.
+
+    Args:
+        prefix: of the names in errors.
+    """
+    value, value_of_other = getattr(fields, name), getattr(fields, other)
+    if value is not None and value_of_other is not None and value != value_of_other:
+        raise refuse(f"differs from {other}; give one of the two", prefix + name)
+    return value_of_other if value is None else value
+
+
 def decode(kind: type[Body], body: bytes) -> Body:
     """Decodes a body. Raises RequestError naming the field."""
     return decode_with_extras(kind, body)[0]

@@ -216,6 +216,8 @@ def _config_format(body: CountTokensRequest) -> AnthropicOutputFormat | None:
 
 def _response_format(body: CountTokensRequest) -> ResponseFormat | None:
     given = _config_format(body) or body.output_format
+    if body.output_format not in (None, given):
+        raise refuse("differs from output_config.format; give one of the two", "output_format")
     if given is None:
         return None
     return ResponseFormat(type="json_schema", json_schema=JsonSchemaField(schema=given.schema, strict=True))

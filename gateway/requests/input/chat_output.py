@@ -7,7 +7,7 @@ from functools import partial
 
 from common.errors import ErrorCode
 from common.sampling_params import Thinking
-from gateway.http.protocol.decoding import refuse
+from gateway.http.protocol.decoding import refuse, value_of_either
 from gateway.http.protocol.openai import ChatCompletionRequest, ToolChoiceField, ToolField
 from gateway.requests.input.structured_output import check_depth
 from gateway.text.output_formats import ModelFormats
@@ -93,7 +93,7 @@ def chat_output(
 def _thinking_budget(body: ChatCompletionRequest, formats: ModelFormats) -> tuple[str, int | None]:
     """The field that bounds the reasoning, and the tokens that it allows; None without a bound."""
     name = "thinking_budget" if body.thinking_budget is not None else "thinking_token_budget"
-    budget: int | None = getattr(body, name)
+    budget: int | None = value_of_either(body, "thinking_budget", "thinking_token_budget")
     if budget is not None and formats.reasoning is None:
         message = "the gateway does not know how this model writes its reasoning; start it with --reasoning-parser"
         raise refuse(message, name, ErrorCode.NOT_SUPPORTED)

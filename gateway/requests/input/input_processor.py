@@ -18,7 +18,7 @@ from common.config.lora import cache_root
 from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 from gateway.http.limits import MAX_VALUES, check_weights
-from gateway.http.protocol.decoding import refuse
+from gateway.http.protocol.decoding import refuse, value_of_either
 from gateway.http.protocol.fields import MAX_STOP_LENGTH, MAX_STOPS, SamplingFields
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams, TokenizeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest, OpenAIRequest, ToolChoiceField
@@ -232,9 +232,7 @@ class InputProcessor:
         if body.stream_options is not None:
             _check_stream_options(body)
         if body.max_completion_tokens is not None:
-            if body.max_tokens not in (None, body.max_completion_tokens):
-                raise refuse("differs from max_completion_tokens; give one of the two", "max_tokens")
-            body.max_tokens = body.max_completion_tokens
+            body.max_tokens = value_of_either(body, "max_tokens", "max_completion_tokens")
         return context
 
     async def _constrained(self, context: _Context, body: OpenAIRequest) -> _Context:
@@ -398,11 +396,11 @@ class InputProcessor:
         prefix: str,
     ) -> GenerateRequest:
         maximum_name = "max_tokens" if params.max_new_tokens is None else "max_new_tokens"
-        given: int | None = getattr(params, maximum_name)
+        given: int | None = value_of_either(params, "max_new_tokens", "max_tokens", prefix)
         maximum = max_output_tokens(given, len(prompt), context.limits, NATIVE_MAX_TOKENS, prefix + maximum_name)
         minimum_name = "min_tokens" if params.min_new_tokens is None else "min_new_tokens"
-        if params.seed is None:
-            params.seed = params.sampling_seed
+        value_of_either(params, "min_new_tokens", "min_tokens", prefix)
+        params.seed = value_of_either(params, "seed", "sampling_seed", prefix)
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         sampling = _sampling_params(
             params, context.limits, max_new_tokens=maximum, minimum=minimum_name, logprobs=logprobs, prefix=prefix
@@ -424,7 +422,7 @@ class InputProcessor:
             prompt=prompt,
             sampling=sampling,
             model=context.model.name,
-            keep_stop=bool(options.include_stop_str_in_output or options.no_stop_trim),
+            keep_stop=bool(value_of_either(options, "include_stop_str_in_output", "no_stop_trim", prefix)),
             stops=_stop_strings(options.stop, f"{prefix}stop") if options.stop else (),
             output_format=context.output.output_format,
             grammar_param=context.output.param,

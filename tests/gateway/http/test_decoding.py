@@ -5,6 +5,7 @@ import difflib
 import json
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from anthropic.types.beta import message_create_params as anthropic_messages
 from anthropic.types.beta.message_count_tokens_params import MessageCountTokensParams
@@ -19,7 +20,7 @@ from common.errors import RequestError
 from gateway.http.formatters.common import ignored_header
 from gateway.http.protocol import decoding
 from gateway.http.protocol.anthropic import CountTokensRequest, MessagesRequest
-from gateway.http.protocol.decoding import decode, decode_with_extras
+from gateway.http.protocol.decoding import decode, decode_with_extras, value_of_either
 from gateway.http.protocol.extras import UNSUPPORTED, WITHOUT_EFFECT
 from gateway.http.protocol.native import NativeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, CompletionRequest
@@ -280,3 +281,15 @@ def test_token_ids_beside_a_field_without_effect_are_not_looked_at_one_by_one(mo
     request, ignored = decoded(CompletionRequest, {"prompt": [ids, ids], "user": "me"})
     assert (request.prompt, ignored) == ([ids, ids], ("user",))
     assert looked_at == ["", "prompt"]
+
+
+def test_a_field_with_two_names_has_one_value():
+    class Fields(msgspec.Struct):
+        new: int | None = None
+        old: int | None = None
+
+    values = [value_of_either(Fields(*given), "new", "old") for given in ((None, None), (0, None), (None, 0), (2, 2))]
+    assert values == [None, 0, 0, 2]
+    with pytest.raises(RequestError, match=r"^in\.new: differs from old; give one of the two$") as caught:
+        value_of_either(Fields(0, 1), "new", "old", "in.")
+    assert caught.value.param == "in.new"

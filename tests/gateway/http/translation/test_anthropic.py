@@ -159,6 +159,10 @@ def test_the_output_has_a_schema_and_an_effort():
     chat = chat_of(output_config={"effort": "max", "format": given})
     assert (chat.reasoning_effort, chat.response_format.json_schema.schema) == ("max", schema)
     assert chat_of(output_format=given).response_format.json_schema.schema == schema
+    both = {"output_config": {"format": given}, "output_format": given}
+    assert chat_of(**both).response_format.json_schema.schema == schema
+    both["output_format"] = {**given, "schema": {}}
+    assert refused(**both) == ("output_format", ErrorCode.INVALID_REQUEST)
 
 
 def test_tokens_are_counted_of_the_same_chat():
