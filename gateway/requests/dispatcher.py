@@ -49,7 +49,7 @@ from gateway.requests.attempts.moves import Moves
 from gateway.requests.attempts.recovery import AttemptEnd
 from gateway.requests.attempts.trials import begin_trial, end_passed_trial, end_trial
 from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, message_key, request_of
-from gateway.requests.input.generate_request import GenerateRequest
+from gateway.requests.input.generate_request import GenerateRequest, client_rid
 from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.workers.pool import WorkerPool
 from gateway.workers.routing.router import WorkerPair
@@ -139,7 +139,8 @@ class Dispatcher:
             raise RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping")
         for stream in streams:
             if stream.request.rid in self._in_flight:
-                message = f"rid: a request with the id {stream.request.rid!r} is in flight; choose another id"
+                rid = client_rid(stream.request.rid)
+                message = f"rid: a request with the id {rid!r} is in flight; choose another id"
                 raise RequestError(ErrorCode.INVALID_REQUEST, message, param="rid")
         pool = self._pools[streams[0].request.model]
         if adapter := streams[0].request.adapter:

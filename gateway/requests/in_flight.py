@@ -8,6 +8,7 @@ import msgspec
 from common.request import Request
 from common.wire.messages import EndReason, Failed, Generate, Moved, Sample, Spans, Tokens
 from gateway.requests.attempts.recovery import Recovery
+from gateway.requests.input.generate_request import client_rid
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
@@ -181,7 +182,7 @@ class InFlightTable(dict[str, InFlightRequest]):
         return [
             flight
             for rid, flight in self.items()
-            if (request_id is None or request_id in (rid, flight.stream.request.request_id))
+            if (request_id is None or request_id in (client_rid(rid), flight.stream.request.request_id))
             and (tenant is None or flight.stream.request.tenant == tenant)
         ]
 

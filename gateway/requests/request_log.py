@@ -3,6 +3,7 @@
 import logging
 
 from common.logs import FIELDS
+from gateway.requests.input.generate_request import client_rid
 from gateway.requests.output_processor import OutputStream
 
 log = logging.getLogger(__name__)
@@ -12,7 +13,7 @@ def log_request(stream: OutputStream) -> None:
     """Log one line; ``docs/logs.md`` describes its fields."""
     request = stream.request
     fields = {
-        "rid": request.rid,
+        "rid": client_rid(request.rid),
         "request_id": request.request_id,
         "x_request_id": stream.x_request_id,
         "model": request.model,

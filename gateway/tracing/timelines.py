@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from common.stage_spans import StageSpan
+from gateway.requests.input.generate_request import client_rid
 from gateway.requests.output_processor import MAX_REPORTS, OutputStream, StageReport
 from gateway.tracing.trace_context import TraceContext, trace_id_of
 from gateway.workers.clock_offset import MAX_DRIFT
@@ -84,7 +85,7 @@ class Timeline(msgspec.Struct, eq=False):
         request = stream.request
         sampling = request.sampling
         return cls(
-            request.rid,
+            client_rid(request.rid),
             request.request_id,
             request.model,
             request.tenant,
@@ -200,7 +201,7 @@ class Timelines:
         running = [
             stream
             for stream in self._running_of(scope)
-            if request_id in (stream.request.rid, stream.request.request_id)
+            if request_id in (client_rid(stream.request.rid), stream.request.request_id)
         ]
         ended = [one for one in self._ended_of(scope) if request_id in (one.rid, one.request_id)]
         matching = [*map(Timeline.of, running), *ended]

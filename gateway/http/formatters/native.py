@@ -20,6 +20,7 @@ from gateway.http.formatters.common import (
     token_text,
 )
 from gateway.http.protocol.native import NativeRequest, NativeSamplingParams
+from gateway.requests.input.generate_request import client_rid
 from gateway.requests.input.prompts import is_list_of_prompts
 from gateway.requests.output_processor import Delta, OutputStream
 from gateway.workers.served_models import ServedModel
@@ -75,7 +76,7 @@ class NativeFormatter(ResponseFormatter):
         self, output: OutputStream, num_tokens: int, logprobs: dict[str, Any], *, is_ended: bool
     ) -> dict[str, Any]:
         meta: dict[str, Any] = {
-            "id": output.request.rid,
+            "id": client_rid(output.request.rid),
             "finish_reason": finish_reason(output) if is_ended else None,
             "prompt_tokens": len(output.request.prompt),
             "completion_tokens": num_tokens,

@@ -1,5 +1,6 @@
 """The request for one output, validated and in token ids."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,11 +18,23 @@ MAX_LOGPROB_BYTES_OF_ALL = 128 << 20
 NUM_BEFORE = 8
 
 
+def tenant_rid(given: str, tenant: str) -> str:
+    """The ``rid`` for an id that a client has chosen, which clients of other tenants may choose too."""
+    if not tenant and ":" not in given:
+        return given
+    return f"{hashlib.sha256(tenant.encode()).hexdigest()[:32]}:{given}"
+
+
+def client_rid(rid: str) -> str:
+    """A ``rid`` as its client knows it. Only ``tenant_rid`` puts a colon into one."""
+    return rid.partition(":")[2] or rid
+
+
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One output that a client wants.
 
     Attributes:
-        rid: unique among the requests in flight.
+        rid: unique among the requests in flight; ``client_rid`` makes the id that clients know of it.
         request_id: id of the HTTP request; the same for all outputs of a batch.
         prompt_number: index of the prompt within the HTTP request; samples of one prompt share it.
         echo: text of the prompt to show before the output, or empty.

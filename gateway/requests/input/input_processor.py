@@ -28,6 +28,7 @@ from gateway.requests.input.generate_request import (
     GenerateRequest,
     check_prompt_logprobs,
     prompt_only,
+    tenant_rid,
     with_prompt_logprobs,
 )
 from gateway.requests.input.grammars.checker import GrammarChecker
@@ -198,7 +199,8 @@ class InputProcessor:
             if i == 0 or params[i] is not params[i - 1]:
                 context = await self._with_bad_words(context, params[i].bad_words, f"{prefix}bad_words")
                 context = await self._with_structure(context, params[i], prefix)
-            request = self._native_request(context, body, params[i], rids[i], ids[i], prefix)
+            rid = tenant_rid(rids[i], tenant) if body.rid else rids[i]
+            request = self._native_request(context, body, params[i], rid, ids[i], prefix)
             start = starts[i]
             if start is not None and start >= 0:
                 if not body.return_logprob:

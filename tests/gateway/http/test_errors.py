@@ -261,6 +261,24 @@ async def test_paths_that_reveal_something_need_a_key(folder):
             assert (await stack.get(path))[0] == 200
 
 
+async def test_tenants_choose_ids_without_regard_to_each_other(folder):
+    async with running(folder, tenant_header=True) as stack:
+        prefill, _ = await stack.silent_pair()
+        body = {"text": "a", "rid": "mine", "sampling_params": {"max_new_tokens": 1}}
+        tenants = [{}, {"x-baton-tenant": "one"}, {"x-baton-tenant": "two"}]
+        calls = [asyncio.ensure_future(stack.post("/generate", body, **tenant)) for tenant in tenants]
+        await prefill.until(lambda: len(prefill.generates) == 3)
+        calls.append(asyncio.ensure_future(stack.post("/generate", {**body, "rid": list(prefill.generates)[1]})))
+        await prefill.until(lambda: len(prefill.generates) == 4)
+        assert await stack.post("/abort_request", {"rid": "mine"}, **tenants[1]) == (200, {"aborted": 1})
+        assert (await calls[1])[0] == 499
+        for rid in prefill.generates:
+            prefill.tokens(rid, 0, (65,), finish="length")
+        for call, name in ((calls[0], "mine"), (calls[2], "mine"), (calls[3], list(prefill.generates)[1])):
+            status, answer = await call
+            assert (status, answer["meta_info"]["id"]) == (200, name)
+
+
 async def test_an_id_in_use_is_refused_to_another_request_until_its_request_has_ended(folder):
     async with running(folder) as stack:
         prefill, decode = await stack.silent_pair()
