@@ -295,7 +295,7 @@ class PrefillScheduler:
         """Add chunks as far as the budgets reach. Returns the requests that were admitted.
 
         A prompt with granted pages may overtake any number of prompts that lack pages: the pages that it gives back at
-        its end may be the ones that they lack.
+        its end may be the ones that they lack. So may a prompt that ends here, as long as it passes none of its kind.
         """
         sharing = self._sharing()
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
@@ -303,6 +303,8 @@ class PrefillScheduler:
         admitted: list[Request] = []
         begun_left = dict(self._extending)  # begun prompts that may still get tokens of this step
         may_pass = {request.key for request in granted}
+        ending_here = {request.key for request in self._waiting.values() if _ends_here(request)} - may_pass
+        may_pass |= ending_here
         for request, most, is_reserved in self._long_prompts.turns(self._queue(urgent, now), adder, urgent=urgent):
             if self._states[request.key] is State.EXTENDING:
                 if most is None:
@@ -326,6 +328,8 @@ class PrefillScheduler:
                 self.decisions.note_wait(now, request.rid, "for room for {} tokens", request.num_tokens)
                 if request is urgent:
                     skip_ahead.close()
+                if request.key in ending_here:
+                    may_pass -= ending_here
             elif result is AddResult.OTHER:
                 if most is None:
                     break
@@ -381,15 +385,39 @@ class PrefillScheduler:
                 return request
         if kept is not None:
             return kept
-        if not self._ordering.rules.is_enabled or not self._waiting:
+        if not self._waiting:
             return None
+        if self._ordering.rules.is_enabled:
+            self._preempt_by_priority(now)
+        return self._preempt_for_ending_here(now)
+
+    def _preempt_by_priority(self, now: float) -> None:
         ungranted = self._ungranted()
         if self._ordering.may_preempt_any(self._waiting.highest_priority, ungranted):
             first = self._ordering.sort(list(self._waiting.values()), now)[0]
             weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim, now)]
             if weaker and self._lacks_only_room(first):
                 self._preempt_for_first(first, weaker, now)
-        return None
+
+    def _preempt_for_ending_here(self, now: float) -> Request | None:
+        """Retract computed prompts that wait for decode nodes, so that a prompt fits that needs none; returns it.
+
+        The decode nodes may be full for as long as they like. No more urgent prompt is retracted.
+        """
+        request = max(filter(_ends_here, self._waiting.values()), key=self._ordering.effective_priority, default=None)
+        if request is None or not self._slots:
+            return None
+        candidates = [
+            victim
+            for victim in self._ungranted()
+            if self._states[victim.key] is State.SENDING and not self._ordering.is_more_urgent(victim, request)
+        ]
+        if not candidates or self._fits(request) or not self._lacks_only_room(request):
+            return None
+        if not self._retract_for(request, candidates, now, "its pages go to {}, which needs no decode node"):
+            return None
+        self._made_room_for = request.key
+        return request
 
     def _lacks_only_room(self, request: Request) -> bool:
         """Whether a waiting request would begin now if it had a slot and pages."""
@@ -524,3 +552,8 @@ class PrefillScheduler:
             invariant(request.num_computed <= request.num_scheduled <= request.num_tokens, "tokens are miscounted")
         self._slots.check(self.requests.values())
         self.grammars.check(list(self.requests.values()))
+
+
+def _ends_here(request: Request) -> bool:
+    """Whether the first token ends the output, so that the request never waits for a decode node."""
+    return request.sampling.max_new_tokens == 1

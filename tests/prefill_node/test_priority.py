@@ -248,6 +248,44 @@ def test_a_granted_prompt_takes_pages_from_ungranted_ones_of_any_priority() -> N
     assert node.run() == ["granted", "high"]
 
 
+def test_a_prompt_that_needs_no_decode_node_takes_pages_from_computed_ones_that_wait_for_theirs() -> None:
+    node = Node(num_pages=8, chunk=None)
+    for rid in ("old", "new"):
+        node.submit(rid, 16)
+        node.step(is_sent=False)  # it keeps its pages, since its decode node is full
+    node.submit("blocked", 16)
+    node.submit("single", 12, new=1)
+    assert node.step() == [("single", 12)]
+    assert {key[0] for key in node.scheduler._waiting} == {"new", "blocked"}
+    assert node.scheduler.totals()["preemptions"] == 0
+
+
+def test_a_prompt_that_needs_no_decode_node_takes_no_pages_from_more_urgent_ones() -> None:
+    node = Node(num_pages=8, chunk=None)
+    node.submit("urgent", 32, 1)
+    node.step(is_sent=False)
+    node.submit("single", 12, new=1)
+    assert node.step() == []
+    node.scheduler.release(("urgent", 0))
+    assert node.run() == ["urgent", "single"]
+
+
+def test_prompts_that_need_no_decode_node_overtake_others_that_do_not_fit_but_not_their_own_kind() -> None:
+    node = Node(num_pages=10, skip_ahead=1)
+    node.granted.add(node.submit("sent", 24).key)
+    for _ in range(3):
+        node.step(is_sent=False)
+    blocked = node.submit("blocked", 40)
+    for number in range(4):
+        node.submit(f"single{number}", 4, new=1)
+        node.step()
+    assert node.done == ["sent", *(f"single{number}" for number in range(4))]
+    node.submit("large", 40, new=1)
+    node.submit("single4", 4, new=1)
+    assert node.step() == []
+    assert blocked.num_passed == 4
+
+
 def test_no_prompt_overtakes_a_granted_one_that_does_not_fit() -> None:
     node = Node(num_pages=8, chunk=None)
     for rid, length in (("held", 16), ("granted", 20)):

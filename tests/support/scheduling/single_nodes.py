@@ -49,10 +49,10 @@ class PrefillNode:
             is_granted=self.granted.__contains__,
         )
 
-    def submit(self, rid: str, length: int, priority: int = 0, *, first: int | None = None) -> Request:
+    def submit(self, rid: str, length: int, priority: int = 0, *, first: int | None = None, new: int = 9) -> Request:
         start = 1000 * (len(self.scheduler.requests) + len(self.done) + 1) if first is None else first
         prompt = tuple(range(start, start + length))
-        request = Request(rid, 0, prompt, SamplingParams(max_new_tokens=9), priority=priority, arrived_at=self.now)
+        request = Request(rid, 0, prompt, SamplingParams(max_new_tokens=new), priority=priority, arrived_at=self.now)
         self.scheduler.submit(request)
         return request
 
