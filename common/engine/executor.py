@@ -459,10 +459,15 @@ class TorchExecutor:
 
     def _sampling_row(self, row: Row) -> SamplingRow:
         slot = self._slot(row.slot)
-        is_masked = slot.constraint is not None and slot.constraint.is_active  # then the mask heeds min_tokens
+        constraint = slot.constraint
+        is_masked = constraint is not None and constraint.is_active  # then the mask heeds min_tokens
         end_ids = () if is_masked else slot.end_ids
         position = row.start + row.num_tokens
-        return SamplingRow(slot.sampling, position, slot.prompt_len, end_ids, slot.history, slot.mask)
+        is_early = position - slot.prompt_len < slot.sampling.min_tokens
+        must_go_on = constraint is not None and constraint.has_answer_to_come and not is_early
+        if must_go_on:  # the request's own stop tokens end its reasoning
+            end_ids = tuple([token for token in end_ids if token not in slot.sampling.stop_token_ids])
+        return SamplingRow(slot.sampling, position, slot.prompt_len, end_ids, slot.history, slot.mask, must_go_on)
 
 
 def _is_decode(row: Row) -> bool:

@@ -67,6 +67,12 @@ class OutputConstraint:
         return self._grammar is not None
 
     @property
+    def has_answer_to_come(self) -> bool:
+        """Whether the output is in its reasoning and has a grammar, so that it must not end yet."""
+        is_reasoning = self._reasoning is not None and self._reasoning.phase is Phase.REASONING
+        return is_reasoning and self._grammar is not None
+
+    @property
     def forced(self) -> int | None:
         """The only token that may come next, because the reasoning has used up its budget."""
         return None if self._reasoning is None else self._reasoning.forced

@@ -46,6 +46,7 @@ class SamplingRow:
         position: position of the token in the request; the prompt has positions ``0 .. prompt_len - 1``.
         history: the request's tokens so far; None without penalties.
         mask: its allowed tokens and bad words; None if it has neither.
+        must_go_on: no token of ``end_ids`` may be sampled, even after ``min_tokens``.
     """
 
     params: SamplingParams
@@ -54,10 +55,12 @@ class SamplingRow:
     end_ids: tuple[int, ...] = ()
     history: TokenHistory | None = None
     mask: TokenMask | None = None
+    must_go_on: bool = False
 
     @property
     def is_end_masked(self) -> bool:
-        return bool(self.end_ids) and self.position - self.prompt_len < self.params.min_tokens
+        is_late = self.must_go_on or self.position - self.prompt_len < self.params.min_tokens
+        return bool(self.end_ids) and is_late
 
 
 def sample(

@@ -470,6 +470,20 @@ def test_the_grammar_begins_after_the_reasoning(
     assert follows(tokenizer.decode(output[begin:]))
 
 
+def test_no_end_token_of_the_model_ends_reasoning_that_an_answer_must_follow(
+    executor: TorchExecutor, tokenizer: Tokenizer
+) -> None:
+    end, stop = tokenizer.token_to_id("t"), tokenizer.token_to_id("b")
+    bias = ((EOS, 100.0), (end, 50.0))
+    params = SamplingParams(temperature=0.0, grammar='start: "yes"', thinking=Thinking(None, end), logit_bias=bias)
+    output = run_to_end(executor, params).output
+    assert (output[0], output[-1], tokenizer.decode(output[1:])) == (end, EOS, "yes")
+    assert run_to_end(executor, params._replace(grammar="")).output == [EOS]
+    stopped = params._replace(stop_token_ids=(stop,), logit_bias=(*bias, (stop, 80.0)))
+    assert run_to_end(executor, stopped, most=1).output == [stop]
+    assert run_to_end(executor, stopped._replace(min_tokens=1), most=1).output == [end]
+
+
 def test_without_reasoning_the_grammar_begins_at_the_first_token(executor: TorchExecutor, tokenizer: Tokenizer) -> None:
     grammar, follows = GRAMMARS["choice"]
     params = SAMPLING["greedy"]._replace(grammar=grammar, thinking=Thinking(324, 5), logit_bias=((324, -100.0),))
