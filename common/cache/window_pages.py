@@ -108,7 +108,8 @@ class WindowPages:
         #: Full pages of transfers that failed, whose window pages are kept until no write can reach them.
         self._orphans: set[int] = set()
         self._time = 0
-        self._num_awaited = 0  # free pages that a grant waits for
+        self._num_awaited = 0  # free pages that the grant to ``_awaited_by`` waits for
+        self._awaited_by: Request | None = None
 
     # ---- room -------------------------------------------------------------------------------------------------------
 
@@ -203,7 +204,9 @@ class WindowPages:
         request.window_reserved = count
 
     def release(self, request: Request) -> None:
-        """Hold nothing for a request any more. Idempotent."""
+        """Hold nothing for a request any more, and let it wait for nothing. Idempotent."""
+        if request is self._awaited_by:
+            self._num_awaited, self._awaited_by = 0, None
         self._give_up(request, request.window_end)
         self._forget(request)
 
@@ -294,8 +297,9 @@ class WindowPages:
         num_new = self.kv_window.num_pages(num_tokens) - max(request.window_first, len(cached))
         while len(self._free) + self.num_lingering < num_new and self.num_idle:
             self._put(self._evict(), last_step)
-        self._num_awaited = num_new if len(self._free) < num_new else 0
-        if self._num_awaited:
+        self._num_awaited, self._awaited_by = 0, None
+        if len(self._free) < num_new:
+            self._num_awaited, self._awaited_by = num_new, request
             for page in held:
                 self._drop(page)
             self._forget(request)

@@ -270,6 +270,22 @@ def test_a_peer_gets_no_page_that_a_step_in_flight_may_use() -> None:
     node.windows.check()
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_step_leaves_free_pages_to_a_grant_that_waits_until_its_request_is_aborted(is_aborted: bool) -> None:
+    node = Node(num_window_pages=8)
+    node.allocator.begin_step(1)
+    node.end(node.whole("a", 32))
+    waiting = Request("b", 0, tuple(range(500, 530)), SamplingParams(max_new_tokens=30))
+    assert not node.windows.reserve_grant(waiting, [], 30, last_step=node.allocator.step_in_flight)
+    if is_aborted:
+        release(node.cache, node.allocator, waiting)
+    node.allocator.end_step(1)
+    num_free, num_idle = node.windows.num_free, node.windows.num_idle
+    node.whole("c", PAGE, first=900)
+    assert (num_free - node.windows.num_free, num_idle - node.windows.num_idle) == (is_aborted, not is_aborted)
+    node.check()
+
+
 @given(st.integers(2, 20), st.integers(1, 6), st.lists(st.booleans(), max_size=24))
 def test_the_longest_usable_prefix_is_found(window: int, page_size: int, present: list[bool]) -> None:
     groups = LayerGroups((0,), (1,), window)
