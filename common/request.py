@@ -34,7 +34,7 @@ class Request:
         first_token_at, last_token_at: instants of the first and of the latest output token; 0: none yet.
         waited_s: seconds that the request had waited before it arrived on this node.
         inherited_priority: highest priority of the requests that wait for this one.
-        placed_at: instant at which the request got its slot, or its pages and slot, last.
+        placed_at: instant at which the request got its slot, its pages, or both, last.
         num_preempted: number of times that a more urgent request took its place on this node.
         num_passed: number of requests that were admitted before this one because it did not fit.
         watch: cached length on this node, while the request waits.

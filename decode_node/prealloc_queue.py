@@ -273,6 +273,7 @@ class PreallocQueue:
             num_cached = reservation.num_cached * self._reservations.page_size
             self._ordering.admitted(request, num_input=request.num_decodable - num_cached)
         self._table.move(request, Event.GRANT)
+        request.placed_at = now
         self.totals["skipped_ahead"] += bool(passing)
         num_pages = (len(reservation.pages), reservation.num_pages)
         self.decisions.note(now, request.rid, "grant", "{} of {} pages" + passing, *num_pages)

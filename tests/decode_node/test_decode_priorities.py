@@ -111,6 +111,28 @@ def test_outputs_of_known_length_take_the_pages_of_no_more_requests_than_they_ne
     assert weak.num_preempted == 1
 
 
+def test_the_cooldown_protects_pages_that_a_preempted_request_has_again_before_it_has_a_slot() -> None:
+    rules = PriorityRules(is_enabled=True, preemption_threshold=2, preemption_cooldown_s=3.0)
+    node = Node(num_pages=9, slots=1, rules=rules, resume_tokens=0)
+    node.connected.add("prefill")
+    node.run_in("runner", 4, 9, new=20)
+    node.submit("weak", 16, 0)
+    node.grant()
+    node.receive("weak")
+    urgent = node.submit("urgent", 16, 9)
+    node.step()
+    assert node.state("weak") is State.RETRACTED
+    node.scheduler.abort(urgent.key, node.scheduler._reservations.by_key[urgent.key].pages)
+    assert node.grant() == ["weak"]
+    node.receive("weak")
+    node.submit("second", 16, 9)
+    states = []
+    for _ in range(4):
+        node.step()
+        states.append(node.state("weak"))
+    assert states == [State.READY, State.READY, State.RETRACTED, State.RETRACTED]
+
+
 def test_the_newest_of_the_least_urgent_requests_is_paused() -> None:
     node = Node(slots=3)
     for rid, priority in (("low", 0), ("middle", 1), ("lower", 0)):
