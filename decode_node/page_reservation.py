@@ -9,13 +9,12 @@ next token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from common.cache.kv_window import KVWindow
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import packed_tokens
-from common.cache.tree_node import Match, Pending
+from common.cache.tree_node import Match, Pending, TreeNode
 from common.errors import invariant
 from common.request import Request, RequestKey
 from common.scheduling.victim_selection import has_room
@@ -38,13 +37,6 @@ class Reservation:
     pages: list[int]
     num_pages: int
     pending: Pending | None = None
-
-
-class AllocationFailure(Enum):
-    """Why a request gets no pages now."""
-
-    SHORT_OF_PAGES = auto()
-    PREFIX_PENDING = auto()  # part of the prompt is being received for another request
 
 
 class PageReservations:
@@ -132,18 +124,18 @@ class PageReservations:
         """The calls of ``reserve`` that follow are for the whole queue, from its front."""
         self._num_claimed = 0
 
-    def reserve(
-        self, request: Request, *, spare_tokens: int, spare_windowed: int = 0
-    ) -> Reservation | AllocationFailure:
+    def reserve(self, request: Request, *, spare_tokens: int, spare_windowed: int = 0) -> Reservation | TreeNode | None:
         """Reserve the pages that the prompt lacks, or change nothing.
 
         Args:
             spare_tokens: room that must remain: free, evictable, or in the prompt's last page.
             spare_windowed: window pages that must remain unreserved.
+        Returns:
+            The pending node of a prefix that is being received for another request; None if pages are short.
         """
         match = self.match(request)
         if match.pending is not None:
-            return AllocationFailure.PREFIX_PENDING
+            return match.pending
         num_pages = self.num_pages(request)
         first = max(len(match.pages), self.kv_window.first_held(request.num_decodable))
         num_needed = num_pages - first
@@ -158,7 +150,7 @@ class PageReservations:
                 self._allocator.window_pages.release(request)
                 request.pages = []
             self._cache.unlock(match.node)
-            return AllocationFailure.SHORT_OF_PAGES
+            return None
         reservation = Reservation(first, len(match.pages), pages, num_pages)
         self.by_key[request.key] = reservation
         request.node = match.node
@@ -197,12 +189,9 @@ class PageReservations:
             self._num_claimed += count
         return pages
 
-    def awaited_from(self, request: Request) -> RequestKey | None:
-        """The request whose transfer brings the prefix that this request waits for."""
-        pending = self.match(request).pending
-        if pending is None:
-            return None
-        return next((key for key, r in self.by_key.items() if r.pending is pending.pending), None)
+    def receiver_of(self, node: TreeNode) -> RequestKey | None:
+        """The request whose transfer fills this pending node."""
+        return next((key for key, r in self.by_key.items() if r.pending is node.pending), None)
 
     def settle(self, request: Request) -> None:
         """Every page has arrived: whole pages join the cache, the rest becomes the request's own."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from common.cache.tree_node import TreeNode
 from common.decision_log import DecisionLog
 from common.request import Request, RequestKey
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
@@ -20,7 +21,7 @@ from common.scheduling.new_token_ratio import CLIP_TOKENS, NewTokenRatio, expect
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import PrefillLimits
 from common.scheduling.skip_ahead import PASSING, SkipAhead
-from decode_node.page_reservation import AllocationFailure, PageReservations, Reservation
+from decode_node.page_reservation import PageReservations, Reservation
 from decode_node.request_state import Event, State
 from decode_node.request_table import RequestTable
 
@@ -248,17 +249,16 @@ class PreallocQueue:
             found = self._reservations.reserve(
                 request, spare_tokens=self._spare_tokens(request, kept), spare_windowed=kept.num_windowed
             )
-            if found is AllocationFailure.PREFIX_PENDING:
-                other = self._reservations.awaited_from(request)
+            if isinstance(found, TreeNode):
+                other = self._reservations.receiver_of(found)
                 self.decisions.note_wait(now, request.rid, "for its prefix, which comes for {}", other and other[0])
                 skip_ahead.defer(request)
-            elif found is AllocationFailure.SHORT_OF_PAGES:
+            elif found is None:
                 self.short[request.key] = request
                 skip_ahead.refuse(request)
                 num_pages = self._reservations.num_pages(request)
                 self.decisions.note_wait(now, request.rid, "for {} pages", num_pages)
             else:
-                assert isinstance(found, Reservation)
                 self._table.passed[request.key] = frozenset([other.key for other in ahead])
                 granted.append(self._grant(request, found, now, PASSING if skip_ahead.admit(request) else ""))
                 kept.for_holders = self._room_with(request, kept)

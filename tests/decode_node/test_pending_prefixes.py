@@ -73,3 +73,15 @@ def test_the_room_for_overtaken_requests_is_added_up_once_for_a_pass_over_the_qu
     granted = node.grant()
     assert len(granted) == 41, "every request but those that share a prefix"
     assert counting.call_count < 40, "the room for one request was computed several times"
+
+
+def test_each_waiting_request_is_looked_up_once_in_a_pass_over_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = node_with(40, max_skip_ahead=8)
+    for number in range(5):
+        node.submit(f"sharer{number}", 12, first=50)
+    counting = Mock(side_effect=node.cache.match)
+    monkeypatch.setattr(node.cache, "match", counting)
+    assert node.grant() == ["sharer0"]
+    assert counting.call_count == 5
+    decided = node.scheduler.decisions.last(1, node.now)[0]
+    assert (decided.rid, decided.reason) == ("sharer4", "for its prefix, which comes for sharer0")
