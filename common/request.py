@@ -33,7 +33,6 @@ class Request:
         slo_ttft_s, slo_itl_s: objectives for the first token, and between two tokens; 0 without one.
         first_token_at, last_token_at: instants of the first and of the latest output token; 0: none yet.
         waited_s: seconds that the request had waited before it arrived on this node.
-        inherited_priority: highest priority of the requests that wait for this one.
         placed_at: instant at which the request got its slot, its pages, or both, last.
         num_preempted: number of times that a more urgent request took its place on this node.
         num_passed: number of requests that were admitted before this one because it did not fit.
@@ -79,7 +78,6 @@ class Request:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     waited_s: float = 0.0
-    inherited_priority: int = LOWEST_PRIORITY
     placed_at: float = 0.0
     num_preempted: int = 0
     num_passed: int = 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from common.cache.page_allocator import PageAllocator
 from common.cache.radix_cache import RadixCache
-from common.request import LOWEST_PRIORITY, Request, RequestKey
+from common.request import Request
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import AddResult, Chunk, PrefillAdder
@@ -59,7 +59,6 @@ class LocalPrefill:
         begun: list[Request] = []
         sharing = self._queue.sharing()
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
-        inherited: dict[RequestKey, int] = {}
         lowest = self._preemptor.lowest_in_slots()
         begun_left = dict(table.extending)  # begun requests that may still get tokens of this step
         queue = self._queue.step_candidates(now, self._long_prompts.in_order(table.extending.values()))
@@ -75,11 +74,10 @@ class LocalPrefill:
             elif skip_ahead.is_closed or not self._preemptor.can_have_slot(request, now, lowest=lowest):
                 if not begun_left:
                     break
-                self._waits_for_prefix(request, sharing, inherited, now)
             elif not self._queue.is_computed_here(request):
                 if request.key in self._queue.short and (table.has_holders or self._allocator.num_lingering):
                     skip_ahead.refuse(request)  # else it lacks pages because of a local prompt, which goes first
-            elif self._waits_for_prefix(request, sharing, inherited, now):
+            elif self._waits_for_prefix(request, sharing, now):
                 pass
             elif self._queue.is_slot_for_received(request, received):
                 skip_ahead.close()
@@ -96,21 +94,17 @@ class LocalPrefill:
                 lowest = min(lowest, self._ordering.priority(request))
                 if most is not None:
                     begun_left[request.key] = request
-        for request in table.extending.values():
-            request.inherited_priority = inherited.get(request.key, LOWEST_PRIORITY)
         return adder.chunks, begun
 
-    def _waits_for_prefix(
-        self, request: Request, sharing: InBatchPrefixes, inherited: dict[RequestKey, int], now: float
-    ) -> bool:
-        """Whether a prefix of the request is being computed here; the request that does inherits its priority."""
+    def _waits_for_prefix(self, request: Request, sharing: InBatchPrefixes, now: float) -> bool:
+        """Whether the request waits for another one that computes its prefix here."""
         if not self._queue.may_share_prefix(request):
             return False
         holder = sharing.holder_of(request, self._cache)
-        if holder is not None:
-            self._ordering.inherit_priority(request, holder, inherited)
-            self._queue.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
-        return holder is not None
+        if holder is None or not self._ordering.waits_for(request, holder):
+            return False
+        self._queue.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
+        return True
 
     def _begin(self, request: Request, now: float, *, has_passed: bool) -> None:
         """Put a request that the adder has admitted into a slot."""

@@ -99,7 +99,7 @@ class Preemptor:
                 return True
             if not self._queue.may_share_prefix(request):
                 return False
-            return self._queue.sharing().holder_of(request, self._cache) is not None
+            return self._ordering.waits_for(request, self._queue.sharing().holder_of(request, self._cache))
         return self._queue.is_full_for(request) or self._queue.waits_for_prefix(request)
 
     def retract(self, request: Request, now: float, reason: str, *args: object) -> None:
@@ -107,7 +107,6 @@ class Preemptor:
         release(self._cache, self._allocator, request)
         request.stages.interrupt("retracted", now)
         request.prompt_logprobs.clear()  # the prompt is computed again
-        request.inherited_priority = LOWEST_PRIORITY  # it computes no prefix now
         self._table.move(request, Event.RETRACT, with_slot=False)
         self.totals["retractions"] += 1
         self._queue.decisions.note(now, request.rid, "retract", reason, *args)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, MutableMapping
 
 from common.errors import invariant
-from common.request import LOWEST_PRIORITY, Request, RequestKey
+from common.request import Request, RequestKey
 from common.scheduling.grammar_queue import GrammarQueue
 from common.scheduling.slots import SlotPool
 from common.scheduling.waiting_queue import WaitingQueue
@@ -180,6 +180,4 @@ class RequestTable:
             has_slot = state in (State.RUNNING, State.EXTENDING)
             right = all((request.slot >= 0) == has_slot for request in queue.values())
             invariant(right, f"a request that is {state} has a slot, or has none")
-            are_own = state is State.EXTENDING or all(r.inherited_priority == LOWEST_PRIORITY for r in queue.values())
-            invariant(are_own, f"a request that is {state} has inherited a priority")
         self._slots.check(self.requests.values())

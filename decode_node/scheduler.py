@@ -21,7 +21,7 @@ from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import cache_computed, release
 from common.errors import ErrorCode, RequestError
 from common.finish_reason import Finish, finish_reason
-from common.request import LOWEST_PRIORITY, Request, RequestKey
+from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.new_token_ratio import NewTokenRatio
@@ -536,7 +536,6 @@ class DecodeScheduler:
             if found.error:
                 self._effects.append(SamplingFailed(request, found.error))
             elif found.sampled is not None:
-                request.inherited_priority = LOWEST_PRIORITY
                 self._table.move(request, Event.SAMPLED)
                 if self._allocator.window_pages is not None:
                     self._allocator.window_pages.settle(request, request.num_computed, decodes=True)

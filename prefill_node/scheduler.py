@@ -22,7 +22,7 @@ from common.cache.tree_node import TreeNode
 from common.decision_log import DecisionLog
 from common.errors import ErrorCode, RequestError, invariant
 from common.finish_reason import Finish, finish_reason
-from common.request import LOWEST_PRIORITY, Request, RequestKey
+from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.deadlines import Deadlines
 from common.scheduling.grammar_queue import GrammarQueue
@@ -239,7 +239,6 @@ class PrefillScheduler:
         request = self._extending.pop(key, None)
         if request is not None:
             self._slots.give_back(request)
-            request.inherited_priority = LOWEST_PRIORITY
 
     def _advance(self, key: RequestKey, event: Event) -> None:
         self._states[key] = advance(TABLE, self._states[key], event)
@@ -299,7 +298,6 @@ class PrefillScheduler:
         """
         sharing = self._sharing()
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
-        inherited: dict[RequestKey, int] = {}
         admitted: list[Request] = []
         begun_left = dict(self._extending)  # begun prompts that may still get tokens of this step
         may_pass = {request.key for request in granted}
@@ -318,10 +316,7 @@ class PrefillScheduler:
                 may_pass.discard(request.key)
                 if not begun_left and not may_pass:
                     break
-                if self.has_priorities and (holder := sharing.holder_of(request, self._cache)):
-                    self._ordering.inherit_priority(request, holder, inherited)
-            elif holder := sharing.holder_of(request, self._cache):
-                self._ordering.inherit_priority(request, holder, inherited)
+            elif (holder := sharing.holder_of(request, self._cache)) and self._ordering.waits_for(request, holder):
                 self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
             elif (result := adder.add_one_req(request, most=most)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
@@ -339,8 +334,6 @@ class PrefillScheduler:
                 admitted.append(request)
                 if most is not None:
                     begun_left[request.key] = request
-        for request in self._extending.values():
-            request.inherited_priority = inherited.get(request.key, LOWEST_PRIORITY)
         return admitted
 
     def _admit(self, request: Request, now: float, passing: str) -> None:
@@ -422,7 +415,7 @@ class PrefillScheduler:
     def _lacks_only_room(self, request: Request) -> bool:
         """Whether a waiting request would begin now if it had a slot and pages."""
         may_begin = self._long_prompts.may_begin(request, self._extending.values(), self._cache)
-        return may_begin and self._sharing().holder_of(request, self._cache) is None
+        return may_begin and not self._ordering.waits_for(request, self._sharing().holder_of(request, self._cache))
 
     def _ungranted(self) -> list[Request]:
         """Requests that may be retracted, least urgent first."""

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from common.config.scheduling import PriorityRules
-from common.request import LOWEST_PRIORITY, Request, RequestKey
+from common.request import Request
 from common.scheduling.policies.base import Policy
 from common.scheduling.policies.fair import TokenCounters, request_cost, weighted_tokens
 
@@ -103,16 +103,14 @@ class RequestOrdering:
         rate = self.rules.aging_per_s
         # The negated effective priority, written out because queues are long.
         if not rate:
-            return sorted(requests, key=lambda r: -max(r.priority, r.inherited_priority))
-        return sorted(requests, key=lambda r: math.ceil(rate * r.arrived_at - max(r.priority, r.inherited_priority)))
+            return sorted(requests, key=lambda r: -r.priority)
+        return sorted(requests, key=lambda r: math.ceil(rate * r.arrived_at - r.priority))
 
     # ---- priorities -------------------------------------------------------------------------------------------------
 
     def priority(self, request: Request) -> int:
-        """The request's own priority, or a higher inherited one; 0 with priorities disabled."""
-        if not self.rules.is_enabled:
-            return 0
-        return max(request.priority, request.inherited_priority)
+        """The request's priority; 0 with priorities disabled."""
+        return request.priority if self.rules.is_enabled else 0
 
     def effective_priority(self, request: Request) -> int:
         """The value that requests are sorted by, highest first. The difference between two requests never changes."""
@@ -126,15 +124,9 @@ class RequestOrdering:
         difference = self.effective_priority(request) - self.effective_priority(other)
         return difference > 0 if difference else None
 
-    def inherit_priority(self, waiting: Request, holder: Request, inherited: dict[RequestKey, int]) -> None:
-        """Raise the holder's entry in ``inherited`` to the priority that it has while ``waiting`` waits for it.
-
-        An older holder inherits less, by what it has aged more, so that it does not come before the waiting request.
-        Otherwise two holders could preempt each other in turn.
-        """
-        age_s = max(waiting.arrived_at - holder.arrived_at, 0.0) if self.rules.is_enabled else 0.0
-        priority = self.priority(waiting) - math.ceil(self.rules.aging_per_s * age_s)
-        inherited[holder.key] = max(inherited.get(holder.key, LOWEST_PRIORITY), priority)
+    def waits_for(self, request: Request, holder: Request | None) -> bool:
+        """Whether a request waits for the one that computes its prefix: never for one that comes after it."""
+        return holder is not None and not self.comes_first(request, holder)
 
     # ---- preemption -------------------------------------------------------------------------------------------------
 

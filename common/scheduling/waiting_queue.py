@@ -25,7 +25,7 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
 
     @property
     def highest_priority(self) -> int:
-        """The highest priority of a waiting request, inherited ones not counted; LOWEST_PRIORITY if none waits."""
+        """The highest priority of a waiting request; LOWEST_PRIORITY if none waits."""
         return max(self._num_by_priority, default=LOWEST_PRIORITY)
 
     def put_first(self, request: Request) -> None:

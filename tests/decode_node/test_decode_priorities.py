@@ -8,7 +8,7 @@ from support.scheduling.single_nodes import DecodeNode as Node
 
 from common.cache.page_allocator import Owner
 from common.config.scheduling import PriorityRules
-from common.request import LOWEST_PRIORITY, Request
+from common.request import Request
 from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import LongPromptLimits
@@ -289,33 +289,16 @@ def test_tokens_of_a_step_come_in_order_of_priority() -> None:
     assert Counter(node.scheduler.totals()) - before == {"budget_rows": 8, "budget_rows_used": 3}
 
 
-def test_a_local_prompt_inherits_the_priority_of_a_request_that_waits_for_its_prefix_without_a_free_slot() -> None:
-    node = Node(slots=2)
-    low = node.submit("low", 40, 0, new=1, first=5000, is_local=True)
+@pytest.mark.parametrize(("priority", "chunks"), [(0, [("low", 8)]), (2, [("other", 8), ("low", 8)])])
+def test_a_local_prompt_waits_for_its_prefix_unless_it_comes_before_the_one_that_computes_it(
+    priority: int, chunks: list[tuple[str, int]]
+) -> None:
+    node = Node(chunk=16)
+    node.submit("low", 24, 0, new=1, first=5000, is_local=True)
     node.step()
-    node.submit("middle", 64, 1, new=1, is_local=True)
-    urgent = node.submit("urgent", 44, 2, new=1, first=5000, is_local=True)
+    node.submit("other", 24, priority, new=1, first=5000, is_local=True)
     node.step()
-    for num_computed in (16, 24):
-        assert low.inherited_priority == urgent.priority
-        node.step()
-        assert low.num_computed == num_computed
-
-
-def test_a_request_that_loses_its_pages_keeps_no_inherited_priority() -> None:
-    node = Node(slots=1)
-    low = node.submit("low", 40, 0, new=1, first=5000, is_local=True)
-    node.step()
-    node.submit("urgent", 44, 3, new=1, first=5000, is_local=True)
-    node.step()
-    assert low.inherited_priority == 3
-    node.submit("more urgent", 8, 9, new=9, is_local=True)
-    node.step()
-    assert node.state("low") is State.RETRACTED
-    assert low.inherited_priority == LOWEST_PRIORITY
-    node.scheduler.abort(("urgent", 0))
-    node.submit("middle", 8, 1, new=1, is_local=True)
-    assert node.run() == ["more urgent", "middle", "low"]
+    assert node.chunks == chunks
 
 
 def test_a_step_computes_at_most_max_requests_prompts() -> None:

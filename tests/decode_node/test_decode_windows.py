@@ -112,7 +112,7 @@ def test_a_local_prompt_in_a_ring_waits_for_no_prefix() -> None:
     ring = node.submit("ring", 90, is_local=True, first=0)
     scheduler = node.scheduler
     for request, waits in ((within, True), (ring, False)):
-        assert scheduler._local._waits_for_prefix(request, scheduler._queue.sharing(), {}, node.now) is waits
+        assert scheduler._local._waits_for_prefix(request, scheduler._queue.sharing(), node.now) is waits
         assert scheduler._preemptor._waits_for_another(request, node.now) is waits, "it may preempt others"
     node.step()
     assert within.num_computed == 0 < ring.num_computed

@@ -1,10 +1,9 @@
-"""Priorities on a prefill node decide about the queue, chunks, slots and pages, and are inherited."""
+"""Priorities on a prefill node decide about the queue, chunks, slots and pages."""
 
 import pytest
 from support.scheduling.single_nodes import PrefillNode as Node
 
 from common.config.scheduling import PriorityRules
-from common.request import LOWEST_PRIORITY
 from common.scheduling.prefill_adder import LongPromptLimits
 from common.scheduling.skip_ahead import SkipAhead
 
@@ -168,34 +167,15 @@ def test_a_retracted_prompt_does_not_recompute_what_is_still_cached() -> None:
     assert node.done == ["b", "a"]
 
 
-def test_a_prompt_inherits_the_priority_of_a_prompt_that_waits_for_its_prefix() -> None:
-    node = Node()
-    shared = 5000
-    low = node.submit("low", 64, 0, first=shared)
-    node.step()
-    node.submit("middle", 16, 5)
-    urgent = node.submit("urgent", 72, 9, first=shared)
-    assert node.step() == [("middle", 8)]  # this plan finds that urgent waits for low
-    for _ in range(2):
-        assert low.inherited_priority == urgent.priority
-        assert node.step() == [("low", 8)]
-    node.scheduler.abort(urgent.key)
-    node.scheduler.release(urgent.key)
-    node.step()
-    assert low.inherited_priority == LOWEST_PRIORITY, "a priority was inherited although no request waits any more"
-    assert node.run() == ["middle", "low"]
-
-
-def test_the_priority_is_inherited_even_without_a_free_slot() -> None:
-    node = Node(slots=2)
-    low = node.submit("low", 40, 0, first=5000)
-    node.step()
-    node.submit("middle", 64, 5)
-    urgent = node.submit("urgent", 44, 9, first=5000)
-    assert node.step() == [("middle", 8)]
-    for _ in range(2):
-        assert low.inherited_priority == urgent.priority
-        assert node.step() == [("low", 8)]
+@pytest.mark.parametrize(("priority", "chunks"), [(0, [("low", 8)]), (9, [("other", 8), ("low", 8)])])
+def test_a_prompt_waits_for_its_prefix_unless_it_comes_before_the_one_that_computes_it(
+    priority: int, chunks: list[tuple[str, int]]
+) -> None:
+    node = Node(chunk=16)
+    node.submit("low", 24, 0, first=5000)
+    assert node.step() == [("low", 16)]
+    node.submit("other", 24, priority, first=5000)
+    assert node.step() == chunks
 
 
 def test_a_changed_priority_takes_effect_in_the_next_step() -> None:

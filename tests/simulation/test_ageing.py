@@ -8,7 +8,7 @@ import pytest
 from support.scheduling.single_nodes import DecodeNode, PrefillNode
 
 from common.config.scheduling import PriorityRules
-from common.request import Request, RequestKey
+from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.base import FirstComeFirstServed
@@ -32,23 +32,6 @@ def test_preemption_needs_the_threshold_and_a_higher_effective_priority(
     running, waiting = request("running", 0, 100.0), request("waiting", difference, 100.0 + seconds_later)
     assert order.may_preempt(waiting, running, 0.0) == is_taken
     assert not (is_taken and order.may_preempt(running, waiting, 0.0)), "two requests preempt each other in turn"
-
-
-@pytest.mark.parametrize(
-    ("seconds_later", "inherited"), [(0.0, 10), (-3.0, 10), (0.5, 9), (1.2, 7), (5.0, 0), (9.0, -8)]
-)
-def test_an_inherited_priority_puts_no_request_before_its_source(seconds_later: float, inherited: int) -> None:
-    order = RequestOrdering(FirstComeFirstServed(), AGING)
-    holder, lender = request("holder", -20, 100.0), request("lender", 10, 100.0 + seconds_later)
-    raised: dict[RequestKey, int] = {}
-    order.inherit_priority(lender, holder, raised)
-    holder.inherited_priority = raised[holder.key]
-    assert holder.inherited_priority == inherited
-    assert order.effective_priority(holder) <= order.effective_priority(lender) or seconds_later <= 0
-    for place in (request("a place", 3, 99.0), request("another", 9, 95.0), request("a third", -9, 104.0)):
-        assert order.may_preempt(lender, place, 0.0) or not order.may_preempt(holder, place, 0.0), (
-            "the holder may preempt a request that its waiter may not"
-        )
 
 
 @pytest.mark.parametrize(("comes_at", "is_taken"), [(4.5, True), (5.1, False)])

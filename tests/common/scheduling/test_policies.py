@@ -223,14 +223,14 @@ def test_priority_decides_before_the_policy() -> None:
 @settings(deadline=None)
 @given(
     rate=st.sampled_from([0.0, 0.5, 3.0]),
-    requests=st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9), st.integers(0, 20)), max_size=8),
+    requests=st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 20)), max_size=8),
 )
 def test_with_priorities_the_highest_effective_priority_comes_first(
-    rate: float, requests: list[tuple[int, int, int]]
+    rate: float, requests: list[tuple[int, int]]
 ) -> None:
     rules = PriorityRules(is_enabled=True, aging_per_s=rate)
     order = RequestOrdering(FirstComeFirstServed(), rules)
-    waiting = [request(1, priority=own, inherited_priority=lent, arrived_at=float(at)) for own, lent, at in requests]
+    waiting = [request(1, priority=priority, arrived_at=float(at)) for priority, at in requests]
     assert list(order.sort(waiting, 30.0)) == sorted(waiting, key=order.effective_priority, reverse=True)
 
 
