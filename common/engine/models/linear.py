@@ -78,12 +78,16 @@ class Linear:
 
         The result is written to ``out``, which has this dtype, if that is given.
         """
+        dtype = dtype or x.dtype
         if self._product is not None:
-            y = self._product(x, dtype or x.dtype)
+            y = self._product(x, dtype)
         else:
             assert self.weight is not None
+            if dtype != x.dtype and self.weight.device.type != "cpu":  # F.linear would round the sums to 16 bits first
+                y = torch.mm(x, self.weight.T, out_dtype=dtype, out=out)
+                return y if self.bias is None else y.add_(self.bias)
             y = F.linear(x, self.weight, self.bias)
-        return y.to(dtype or x.dtype) if out is None else out.copy_(y)
+        return y.to(dtype) if out is None else out.copy_(y)
 
     @property
     def native(self) -> NativeProduct | None:
@@ -166,7 +170,7 @@ class _QuantizedProduct:
 class _WidenedProduct:
     """torch's product in float32: a part of the weight at a time is widened, which stays in the cache meanwhile.
 
-    torch has no product of numbers of 16 bits that returns sums which are not rounded.
+    On CPUs torch has no product of numbers of 16 bits that returns sums which are not rounded.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:

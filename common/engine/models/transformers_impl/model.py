@@ -6,7 +6,7 @@ step are one row ``[1, N]`` with their positions: there is no padding and no mas
 
 The library's class is not changed, except that on a CPU its linear layers and experts are replaced by packed ones, that
 ranks have parts of its parameters (``tp_plan``), and that the projection to the vocabulary runs apart from the layers,
-only for the rows that need logits.
+only for the rows that need logits, and returns float32.
 """
 
 import contextlib
@@ -280,6 +280,8 @@ def load_transformers_model(
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         pack(model, weight_dtype)
+    else:
+        widen_logits(model)
 
     def make(group: RankGroup | None) -> TransformersModel:
         if plan is not None and group is not None:
@@ -409,6 +411,13 @@ def pack(model: Any, dtype: WeightDtype = "auto") -> None:
             linear.pack(at_least_int8 if is_head else dtype, memory=memory, keep_weight=is_tied, in_float32=is_head)
             results = torch.float32 if is_head else None
             setattr(parent, name, PackedLinear(linear, _shape_of(layer), layer.weight.dtype, results))
+
+
+def widen_logits(model: Any) -> None:
+    """Let the projection to the vocabulary return its sums in float32, without rounding them to the model's dtype."""
+    head = model.get_output_embeddings()
+    if (linear := _linear_of(head)) is not None:
+        model.set_output_embeddings(PackedLinear(linear, _shape_of(head), head.weight.dtype, torch.float32))
 
 
 def _shape_of(layer: Any) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from support.engine.library_models import LIBRARY_MODELS, WINDOW, make_library_m
 from support.engine.lora_adapters import make_adapter, merge
 from support.engine.reference_models import VOCAB_SIZE, draw_prompts, load_reference, prompt_logprobs
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from common.config.shared import SMALL_MODEL
 from common.engine.executor import TorchExecutor
@@ -24,7 +25,7 @@ from common.engine.models.implementation import ModelSource, load_config
 from common.engine.models.transformers_impl import check as transformers_check
 from common.engine.models.transformers_impl.config import TESTED, TransformersConfig, load_library_config
 from common.engine.models.transformers_impl.experts import PackedExperts, can_pack
-from common.engine.models.transformers_impl.model import PackedLinear, TransformersModel
+from common.engine.models.transformers_impl.model import PackedLinear, TransformersModel, widen_logits
 from common.errors import ConfigError, UnsupportedModelError
 from common.sampling_params import SamplingParams
 
@@ -103,6 +104,30 @@ def test_logprobs_of_prompts_and_outputs_are_those_of_the_library(tmp_path: Path
     wanted = prompt_logprobs(model, prompt + expected)[len(prompt) - 1 :]
     torch.testing.assert_close(found, wanted.gather(1, torch.tensor(expected)[:, None])[:, 0], atol=1e-4, rtol=1e-4)
     driver.executor.close()
+
+
+@pytest.mark.slow(sample=0.1)
+@pytest.mark.parametrize("architecture", LIBRARY_MODELS)
+def test_logits_on_a_gpu_have_32_bits_in_a_model_of_16(tmp_path: Path, architecture: str) -> None:
+    """On the device ``meta``, which computes nothing."""
+    config = load_library_config(make_library_model(tmp_path, architecture), {}, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        hidden = torch.empty(3, model.get_input_embeddings().weight.shape[1], dtype=torch.bfloat16)
+    widen_logits(model)
+    assert model.get_output_embeddings()(hidden).dtype == torch.float32
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_on_a_gpu_are_not_rounded_to_16_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = make_library_model(tmp_path, "Phi3ForCausalLM", seed=7)
+    executor = load(folder, device="cuda", dtype=str(dtype).removeprefix("torch."))
+    weight = load_file(folder / "model.safetensors")["lm_head.weight"].to(dtype)
+    hidden = torch.randn(3, weight.shape[1]).to(dtype)
+    logits = executor.model.logits(hidden.cuda())
+    torch.testing.assert_close(logits.cpu(), hidden.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
+    executor.close()
 
 
 def test_linear_layers_are_packed_and_no_plain_weight_stays(tmp_path: Path) -> None:
