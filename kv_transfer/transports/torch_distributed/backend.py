@@ -18,6 +18,7 @@ import re
 import socket
 import stat
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ GRACE_S = 1.0  # a backend gives up so much later than we do, since its own erro
 _POLL_S = 50e-6
 _SO_ATTACH_FILTER = 26
 _TAKE_NOTHING = struct.pack("HBBI", 6, 0, 0, 0)  # one BPF instruction: return 0 bytes
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # torch reads it when it makes a group of NCCL
+_environment_lock = threading.Lock()
 _PLACE = re.compile(r"^(\[[^\]]*\] )+")  # the file of Gloo in which an error occurred
 
 
@@ -183,7 +186,8 @@ class Group:
                 wire.shutdown(socket.SHUT_RDWR)
         group = self._group
         if self.pages.rows.is_cuda and group is not None:
-            group.abort()
+            with contextlib.suppress(RuntimeError):  # it took longer than torch expects
+                group.abort()
 
     def close(self) -> None:
         """Dissolve the group, which touches no tensor afterwards. Called last, by the thread that used it."""
@@ -249,7 +253,24 @@ def _open_gloo(store: HashStore, rank: int, host: str, pages: Pages) -> Group:
 def _open_nccl(store: HashStore, rank: int, pages: Pages) -> Group:
     options = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=STALL_S)
-    return Group(1 - rank, pages, torch.distributed.ProcessGroupNCCL(store, rank, 2, options))
+    with _without_watchdog():
+        return Group(1 - rank, pages, torch.distributed.ProcessGroupNCCL(store, rank, 2, options))
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Have torch make groups of NCCL without a watchdog, which would end the process for an error in one of them.
+
+    ``wait`` raises the errors of such groups. Those in which ranks compute together keep their watchdogs.
+    """
+    with _environment_lock:
+        # The variable is not removed again: other threads may read the environment, which additions can move.
+        before = os.environ.get(_BLOCKING_WAIT, "0")
+        os.environ[_BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            os.environ[_BLOCKING_WAIT] = before
 
 
 def is_sound(backend: str, value: bytes, host: str) -> bool:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ from kv_transfer.transports.base import Attached
 from kv_transfer.transports.tcp.protocol import AuthenticatedConnection
 from kv_transfer.transports.torch_distributed import GroupReader, GroupWriter, rendezvous
 from kv_transfer.transports.torch_distributed import backend as group_backend
-from kv_transfer.transports.torch_distributed.backend import Pages, is_sound
+from kv_transfer.transports.torch_distributed.backend import Group, HashStore, Pages, is_sound, open_group
 from kv_transfer.transports.torch_distributed.rendezvous import (
     ENTRY_MAGIC,
     HEADER,
@@ -148,6 +148,47 @@ def test_the_stream_of_copies_is_on_the_gpu_of_the_pages(monkeypatch: pytest.Mon
     store: Any = SimpleNamespace(device_pages=SimpleNamespace(view=lambda *_: rows), num_pages=8, layout=LAYOUT)
     with Pages(store, "nccl").on_own_stream():
         assert entered == [gpu, ("stream", gpu)]
+
+
+def on_a_gpu() -> Any:
+    """Pages of which only the place counts."""
+    return SimpleNamespace(rows=SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1)))
+
+
+@pytest.mark.parametrize("before", [None, "0", "1"])
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_nccl_groups_of_pairs_have_no_watchdog_that_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, is_refused: bool
+) -> None:
+    """Groups in which ranks compute keep theirs."""
+    name, seen = "TORCH_NCCL_BLOCKING_WAIT", []
+
+    class NcclGroup:
+        Options = SimpleNamespace
+
+        def __init__(self, *_: Any) -> None:
+            seen.append(os.environ.get(name))
+            if is_refused:
+                raise RuntimeError("no NCCL here")
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclGroup, raising=False)
+    monkeypatch.setenv(name, before or "")  # has it restored in the end
+    if before is None:
+        del os.environ[name]
+    with pytest.raises(ConnectionError, match="no NCCL here") if is_refused else nullcontext():
+        open_group("nccl", HashStore(), rank=0, host="", pages=on_a_gpu())
+    assert seen == ["1"]
+    assert os.environ[name] == (before or "0")
+
+
+def test_an_error_of_nccl_ends_the_wait_for_a_page_and_nothing_else() -> None:
+    def fail() -> None:
+        raise RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.27\nmore")
+
+    group = Group(1, on_a_gpu(), SimpleNamespace(abort=fail))
+    with pytest.raises(ConnectionError, match=r"^NCCL error: remote process exited .* NCCL version 2\.27$"):
+        group.wait(SimpleNamespace(is_completed=lambda: True, wait=fail))
+    group.close()
 
 
 def test_page_frames_after_the_rendezvous_are_not_read_as_part_of_it(
