@@ -72,7 +72,9 @@ class Pages:
 
     @contextlib.contextmanager
     def on_own_stream(self) -> Iterator[None]:
-        """Have this thread copy, send and receive beside the steps of the model, which are on the default stream."""
+        """Have this thread copy, send and receive on the device of the pages, beside the steps of the model, which are
+        on the default stream.
+        """
         if self._stream is None:
             yield
             return

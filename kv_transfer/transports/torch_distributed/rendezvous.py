@@ -77,7 +77,8 @@ class _Maker(threading.Thread):
         group = None
         try:
             group = open_group(backend, store, rank=rank, host=host, pages=pages)
-            group.exchange(*self._proofs)
+            with pages.on_own_stream():
+                group.exchange(*self._proofs)
         except OSError as error:
             self.problem = str(error)
         with self._lock:

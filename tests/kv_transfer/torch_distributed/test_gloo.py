@@ -114,10 +114,11 @@ def test_both_ends_move_pages_on_streams_of_their_own(
     def on_own_stream(_: Pages) -> Iterator[None]:
         inside.add(threading.get_ident())
         yield
+        inside.remove(threading.get_ident())
 
     def noting(name: str, move: Callable[..., Any]) -> Callable[..., Any]:
         def moved(*args: Any) -> Any:
-            found[name] = threading.get_ident() in inside
+            found[name] = threading.get_ident() in inside and found.get(name, True)
             return move(*args)
 
         return moved
@@ -125,11 +126,12 @@ def test_both_ends_move_pages_on_streams_of_their_own(
     monkeypatch.setattr(Pages, "on_own_stream", on_own_stream)
     for name in ("staging", "gather", "scatter"):
         monkeypatch.setattr(Pages, name, noting(name, getattr(Pages, name)))
+    monkeypatch.setattr(Group, "exchange", noting("exchange", Group.exchange))
     attach(writer, reader)
     reader.allow(PREFILL, 1, [3])
     writer.write(DECODE, [(1, 3)])
     until(writer.done)
-    assert found == {"staging": True, "gather": True, "scatter": True}
+    assert found == {"exchange": True, "staging": True, "gather": True, "scatter": True}
 
 
 def test_the_stream_of_copies_is_on_the_gpu_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
