@@ -253,7 +253,9 @@ def _open_gloo(store: HashStore, rank: int, host: str, pages: Pages) -> Group:
 
 
 def _open_nccl(store: HashStore, rank: int, pages: Pages) -> Group:
-    options = torch.distributed.ProcessGroupNCCL.Options()
+    # torch gives each group one of 32 streams in turn. Those of high priority are a pool of their own: otherwise a page
+    # that does not come would hold up other copies of this node that have got the same stream.
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(seconds=STALL_S)
     with _without_watchdog():
         return Group(1 - rank, pages, torch.distributed.ProcessGroupNCCL(store, rank, 2, options))

@@ -183,6 +183,21 @@ def test_nccl_groups_of_pairs_have_no_watchdog_that_ends_the_process(
     assert os.environ[name] == (before or "0")
 
 
+def test_a_page_that_does_not_come_by_nccl_holds_up_no_other_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has another pool of streams for groups of high priority."""
+    made = []
+
+    class NcclGroup:
+        Options = SimpleNamespace
+
+        def __init__(self, _store: HashStore, _rank: int, _size: int, options: SimpleNamespace) -> None:
+            made.append(options.is_high_priority_stream)
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclGroup, raising=False)
+    open_group("nccl", HashStore(), rank=0, host="", pages=on_a_gpu())
+    assert made == [True]
+
+
 def test_an_error_of_nccl_ends_the_wait_for_a_page_and_nothing_else() -> None:
     def fail() -> None:
         raise RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.27\nmore")
