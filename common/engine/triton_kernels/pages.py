@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.engine.device_copies import current_device, to_device
+from common.engine.device_copies import current_device
 from common.engine.triton_kernels.tiles import power_of_two
 
 #: Most words that one program copies.
@@ -70,7 +70,8 @@ class Runs:
         word_bytes = math.gcd(8, page_bytes, *offsets.tolist(), *lengths.tolist())
         places = np.cumsum(lengths) - lengths
         table = np.stack([offsets, places, lengths]) // word_bytes
-        return cls(to_device(table, device), word_bytes, int(table[2].max()), int(table[2].sum()))
+        on_device = torch.from_numpy(table).to(device)  # waits, since another stream may be the next to read it
+        return cls(on_device, word_bytes, int(table[2].max()), int(table[2].sum()))
 
     @property
     def num_bytes(self) -> int:

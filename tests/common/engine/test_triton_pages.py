@@ -157,6 +157,16 @@ def test_a_pool_on_a_gpu_gathers_and_scatters() -> None:
     pool.close()
 
 
+@pytest.mark.cuda
+def test_runs_are_on_the_gpu_once_they_are_made() -> None:
+    """The stream of another thread may be the next to read them."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1 << 28)  # cycles, for which a copy on this stream waits
+        Runs.make(((0, 8),), PAGE_BYTES, torch.device("cuda"))
+        assert stream.query()
+
+
 def test_the_number_of_pages_and_runs_changes_the_grid_and_not_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     grids: list[tuple[int, ...]] = []
 
