@@ -12,13 +12,12 @@ requests has it any more, those included that wait or are tried again, so that n
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
 
 from common.errors import ErrorCode, RequestError
 from common.wire.messages import Adapters, AdapterUnused, LoadAdapter, Message, Register, UnloadAdapter
 from gateway.requests.dispatcher import Dispatcher
 from gateway.workers.pool import WorkerPool
-from gateway.workers.registry import Worker
+from gateway.workers.registry import NO_CHANGE, LastChange, Worker
 from gateway.workers.rpc import NodeRpc
 
 log = logging.getLogger(__name__)
@@ -28,25 +27,6 @@ MAX_UNLOADED = 1_024
 #: Each node with its error, which is empty if the node has done what it was asked for.
 NodeErrors = list[tuple[Worker, str]]
 LATE, LOST = "the node did not answer in time", "the node was lost meanwhile"
-
-
-class LastChange(NamedTuple):
-    """The last change of an adapter.
-
-    Attributes:
-        path: from which it was loaded; None if it was unloaded.
-    """
-
-    number: int
-    path: str | None
-
-    @property
-    def rank(self) -> tuple[int, bool]:
-        """Of two changes of a name, the one of the higher rank counts."""
-        return self.number, self.path is None
-
-
-NO_CHANGE = LastChange(0, "")
 
 
 class AdapterChanges:
@@ -60,7 +40,6 @@ class AdapterChanges:
         self._rpc = rpc
         self._send = send
         self._dispatcher = dispatcher
-        self._last: dict[tuple[str, str], LastChange] = {}  # by model and name
 
     # ---- for the admin endpoints ------------------------------------------------------------------------------------
 
@@ -100,7 +79,7 @@ class AdapterChanges:
         """The time in milliseconds, since another gateway may know of changes of which this one has not heard; a higher
         number if clocks differ.
         """
-        return max(time.time_ns() // 1_000_000, self._last.get((pool.model, name), NO_CHANGE).number + 1)
+        return max(time.time_ns() // 1_000_000, pool.registry.last_changes.get(name, NO_CHANGE).number + 1)
 
     async def _ask_all(self, pool: WorkerPool, message: LoadAdapter | UnloadAdapter, timeout_s: float) -> NodeErrors:
         nodes = list(pool.registry.workers.values())
@@ -123,8 +102,11 @@ class AdapterChanges:
         """
         before = set(node.register.adapters)
         pool.registry.set_adapters(node.incarnation, message.adapters, message.unloaded)
-        self._learn(pool, node.register)
-        self._update(pool, [node], {one.name for one in before ^ set(node.register.adapters)})
+        names = {one.name for one in before ^ set(node.register.adapters)}
+        nodes = [node]
+        if self._learn(pool, node.register):
+            nodes += pool.registry.with_replaced(names)  # they have refused to load another of this name
+        self._update(pool, nodes, names)
         self._tell_unused(pool, node)
 
     def registered(self, pool: WorkerPool, node: Worker) -> None:
@@ -141,41 +123,43 @@ class AdapterChanges:
 
     def _learn(self, pool: WorkerPool, register: Register) -> bool:
         """Note the changes that a node knows; returns whether one is news."""
-        is_news = False
+        last_changes, is_news = pool.registry.last_changes, False
         for name, change in _changes(register).items():
-            if change.rank > self._last.get((pool.model, name), NO_CHANGE).rank:
-                self._last[pool.model, name] = change
-                pool.registry.set_withdrawn(name, is_withdrawn=change.path is None)
+            if change.rank > last_changes.get(name, NO_CHANGE).rank:
+                pool.registry.set_last_change(name, change)
                 is_news = True
         if is_news:
             self._forget(pool)
         return is_news
 
-    def _forget(self, pool: WorkerPool) -> None:
+    @staticmethod
+    def _forget(pool: WorkerPool) -> None:
         """Forget the oldest unloads of adapters that no node has, if there are too many."""
         held = {name for node in pool.registry.workers.values() for name in node.adapters}
         unloaded = [
             (last.number, name)
-            for (model, name), last in self._last.items()
-            if model == pool.model and last.path is None and name not in held
+            for name, last in pool.registry.last_changes.items()
+            if last.path is None and name not in held
         ]
         for _, name in sorted(unloaded)[: max(len(unloaded) - MAX_UNLOADED, 0)]:
-            del self._last[pool.model, name]
-            pool.registry.set_withdrawn(name, is_withdrawn=False)
+            pool.registry.forget_last_change(name)
 
     def _update(self, pool: WorkerPool, nodes: Iterable[Worker], names: Collection[str] | None = None) -> None:
         """Have nodes make the changes that they have missed: of adapters of these names, or of all."""
         for node in nodes:
             known = _changes(node.register)
-            for (model, name), last in self._last.items():
-                if model != pool.model or (names is not None and name not in names):
+            held = {adapter.name: adapter for adapter in node.register.adapters}
+            for name, last in pool.registry.last_changes.items():
+                if (names is not None and name not in names) or known.get(name, NO_CHANGE).rank >= last.rank:
                     continue
-                if known.get(name, NO_CHANGE).rank >= last.rank:
-                    continue
-                if last.path is not None:
+                adapter = held.get(name)
+                if last.path is None:
+                    if adapter is not None:
+                        self._send(UnloadAdapter(name, last.number), node.incarnation)
+                elif adapter is None or adapter.id == last.adapter:
                     self._send(LoadAdapter(name, last.path, last.number), node.incarnation)
-                elif name in node.adapters:
-                    self._send(UnloadAdapter(name, last.number), node.incarnation)
+                elif not adapter.is_withdrawn:  # the node is asked to load the other one once this one has gone
+                    self._send(UnloadAdapter(name, last.number - 1), node.incarnation)
 
     def _tell_unused(self, pool: WorkerPool, node: Worker) -> None:
         """Tell a node which of the adapters that it withdraws have no requests here. It may be told more than once."""
@@ -190,5 +174,7 @@ class AdapterChanges:
 
 def _changes(register: Register) -> dict[str, LastChange]:
     """The last changes that a node knows, by name."""
-    known = {one.name: LastChange(one.change, None if one.is_withdrawn else one.path) for one in register.adapters}
+    known: dict[str, LastChange] = {}
+    for one in register.adapters:
+        known[one.name] = LastChange(one.change, None) if one.is_withdrawn else LastChange(one.change, one.path, one.id)
     return known | {name: LastChange(number, None) for name, number in register.unloaded.items()}

@@ -7,7 +7,7 @@ accepted once the old one is gone.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -107,6 +107,27 @@ class Worker:
             self.send_token_s = min(send_token_s, MAX_SECONDS)
 
 
+class LastChange(NamedTuple):
+    """The last change of an adapter.
+
+    Attributes:
+        path: from which it was loaded; None if it was unloaded.
+        adapter: id of what was loaded.
+    """
+
+    number: int
+    path: str | None
+    adapter: str = ""
+
+    @property
+    def rank(self) -> tuple[int, bool]:
+        """Of two changes of a name, the one of the higher rank counts."""
+        return self.number, self.path is None
+
+
+NO_CHANGE = LastChange(0, "")
+
+
 class SamplingDefaults(NamedTuple):
     """The sampling parameters that a model names in its generation defaults; neutral values for others."""
 
@@ -163,7 +184,7 @@ class Registry:
         health: of the pairs; only this class changes it.
         adapters: ids of the LoRA adapters that new requests may have, by name: nodes that can serve a request together
             have equal ones.
-        withdrawn: names of those that are being unloaded, or have been.
+        last_changes: of adapters, by name, as far as gateways have had them changed.
     """
 
     def __init__(
@@ -194,7 +215,7 @@ class Registry:
         self._served_at = 0.0  # when the workers could last serve a request
         self.health = PairHealth()
         self.adapters: dict[str, str] = {}
-        self.withdrawn: set[str] = set()
+        self.last_changes: dict[str, LastChange] = {}
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
         """Adds a worker, or replaces its description. A refused worker is removed."""
@@ -281,10 +302,29 @@ class Registry:
         self.workers[incarnation].set_adapters(adapters, unloaded)
         self._changed()
 
-    def set_withdrawn(self, name: str, *, is_withdrawn: bool) -> None:
-        """Lets no new requests have an adapter, whatever nodes have it, or takes that back."""
-        (self.withdrawn.add if is_withdrawn else self.withdrawn.discard)(name)
+    def set_last_change(self, name: str, change: LastChange) -> None:
+        """Lets new requests have what was loaded last, or nothing after an unload, whatever nodes have."""
+        self.last_changes[name] = change
         self._changed()
+
+    def forget_last_change(self, name: str) -> None:
+        del self.last_changes[name]
+        self._changed()
+
+    def is_withdrawn(self, name: str) -> bool:
+        """Whether an adapter is being unloaded, or has been."""
+        return self.last_changes.get(name, NO_CHANGE).path is None
+
+    def with_replaced(self, names: Collection[str]) -> list[Worker]:
+        """The workers that have another adapter of one of these names than the one that was loaded last."""
+        return [
+            node
+            for node in self.workers.values()
+            if any(
+                one.name in names and not self.is_withdrawn(one.name) and self._is_outdated(one)
+                for one in node.register.adapters
+            )
+        ]
 
     def able(self, adapter: str) -> tuple[tuple[Worker, ...], tuple[Worker, ...]]:
         """Those of ``prefills`` and ``decodes`` that have an adapter, by its id; all of them for the model itself."""
@@ -299,10 +339,11 @@ class Registry:
         return found
 
     def check_adapter(self, adapter: str) -> None:
-        """Raises RequestError: this adapter has been unloaded since a request for it came."""
+        """Raises RequestError: this adapter has been unloaded or replaced since a request for it came."""
         name = adapter.rpartition("@")[0]
         is_held = any(node.adapters.get(name) == adapter for node in self.workers.values())
-        if name in self.withdrawn or (self.workers and not is_held):
+        is_replaced = self.adapters.get(name, adapter) != adapter
+        if is_replaced or self.is_withdrawn(name) or (self.workers and not is_held):
             message = f"the adapter {name!r} has been unloaded"
             raise RequestError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
 
@@ -310,7 +351,7 @@ class Registry:
         """The error of a request for an adapter that some node has, and no nodes that can serve it together; None if no
         node has an adapter of this name, or it is withdrawn."""
         holders = [node.name for node in self.workers.values() if name in node.adapters]
-        if not holders or name in self.withdrawn:
+        if not holders or self.is_withdrawn(name):
             return None
         message = f"no {self.lacking} has the same adapter {name!r} at present; it is on {', '.join(holders)}"
         return RequestError(ErrorCode.NO_ROUTE, message)
@@ -318,11 +359,18 @@ class Registry:
     def _adapters(self, prefills: list[Worker], decodes: list[Worker]) -> dict[str, str]:
         found: dict[str, str] = {}
         for decode in decodes:
-            for name, adapter in decode.adapters.items():
-                others = (node for node in prefills if node.adapters.get(name) == adapter)
+            for adapter in decode.register.adapters:
+                if self._is_outdated(adapter):
+                    continue
+                others = (node for node in prefills if node.adapters.get(adapter.name) == adapter.id)
                 if not self._needs_prefill or any(can_pair(node, decode) for node in others):
-                    found.setdefault(name, adapter)
-        return {name: adapter for name, adapter in sorted(found.items()) if name not in self.withdrawn}
+                    found.setdefault(adapter.name, adapter.id)
+        return dict(sorted(found.items()))
+
+    def _is_outdated(self, adapter: Adapter) -> bool:
+        """Whether a node has missed that this adapter was unloaded, or replaced by another of its name."""
+        last = self.last_changes.get(adapter.name, NO_CHANGE)
+        return last.path is None or (adapter.change < last.number and adapter.id != last.adapter)
 
     # ---- pairs and nodes that get no requests for a while -----------------------------------------------------------
 

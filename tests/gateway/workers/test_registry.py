@@ -1,8 +1,9 @@
 """Registration, restarts and loss of nodes."""
 
 import pytest
-from support.gateway.fake_nodes import make_register
+from support.gateway.fake_nodes import adapter, make_register
 
+from common.errors import RequestError
 from common.wire.messages import (
     MAX_SECONDS,
     Heartbeat,
@@ -13,7 +14,7 @@ from common.wire.messages import (
     Registered,
 )
 from gateway.workers import registry as registry_module
-from gateway.workers.registry import Registry
+from gateway.workers.registry import LastChange, Registry
 from gateway.workers.routing.router import Router
 
 A, B, C, D = ("a" * 32, "b" * 32, "c" * 32, "d" * 32)
@@ -66,6 +67,29 @@ def test_new_requests_are_accepted_for_a_while_after_the_last_node_of_a_role_is_
     assert nodes.accepted is None
     nodes.register(D, make_register("decode", "d"), 70.0)
     assert nodes.accepted is nodes.limits is not None
+
+
+def test_an_adapter_that_was_replaced_is_not_served_by_nodes_that_have_missed_it():
+    old, new = adapter("sql", "v1", change=3), adapter("sql", "v2", change=7)
+    nodes = registry()
+    for name, version in (A, old), (B, old), (C, new), (D, new):
+        nodes.register(name, make_register("decode" if name in (B, D) else "prefill", name, adapters=(version,)), 0.0)
+    assert nodes.adapters == {"sql": old.id}
+    nodes.set_last_change("sql", LastChange(7, "v2", new.id))
+    assert nodes.adapters == {"sql": new.id}
+    with pytest.raises(RequestError, match="has been unloaded"):
+        nodes.check_adapter(old.id)
+    nodes.remove(D)
+    assert nodes.adapters == {}
+
+
+def test_after_one_load_nodes_serve_an_adapter_if_theirs_are_equal_whichever_was_heard_of_first():
+    first, second = adapter("sql", "v1", change=7), adapter("sql", "v2", change=7)
+    nodes = registry()
+    for name, version in (A, first), (B, second), (C, second):
+        nodes.register(name, make_register("prefill" if name == C else "decode", name, adapters=(version,)), 0.0)
+    nodes.set_last_change("sql", LastChange(7, "v", first.id))
+    assert nodes.adapters == {"sql": second.id}
 
 
 @pytest.mark.parametrize(("lost_at", "until"), [(11.9, 11.9), (15.0, 12.0)])
