@@ -183,7 +183,7 @@ class Registry:
             workers to come back; None if new requests are refused.
         health: of the pairs; only this class changes it.
         adapters: ids of the LoRA adapters that new requests may have, by name: nodes that can serve a request together
-            have equal ones.
+            have equal ones. The last ones while the workers cannot serve a request.
         last_changes: of adapters, by name, as far as gateways have had them changed.
     """
 
@@ -305,6 +305,8 @@ class Registry:
     def set_last_change(self, name: str, change: LastChange) -> None:
         """Lets new requests have what was loaded last, or nothing after an unload, whatever nodes have."""
         self.last_changes[name] = change
+        if self.adapters.get(name) != change.adapter:
+            self.adapters.pop(name, None)
         self._changed()
 
     def forget_last_change(self, name: str) -> None:
@@ -339,21 +341,28 @@ class Registry:
         return found
 
     def check_adapter(self, adapter: str) -> None:
-        """Raises RequestError: this adapter has been unloaded or replaced since a request for it came."""
+        """Raises RequestError: this adapter has been unloaded or replaced since a request for it came, or no nodes can
+        serve it any more."""
         name = adapter.rpartition("@")[0]
-        is_held = any(node.adapters.get(name) == adapter for node in self.workers.values())
-        is_replaced = self.adapters.get(name, adapter) != adapter
-        if is_replaced or self.is_withdrawn(name) or (self.workers and not is_held):
-            message = f"the adapter {name!r} has been unloaded"
-            raise RequestError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
+        known = self.adapters.get(name)
+        if known == adapter:
+            return
+        error = self.refuse_adapter(name) if known is None else None
+        message = f"the adapter {name!r} has been unloaded"
+        raise error or RequestError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
+
+    def knows_adapter(self, name: str) -> bool:
+        """Whether a worker has an adapter of this name, or is to load it."""
+        is_held = any(name in node.adapters for node in self.workers.values())
+        return is_held or bool(self.last_changes.get(name, NO_CHANGE).adapter)
 
     def refuse_adapter(self, name: str) -> RequestError | None:
-        """The error of a request for an adapter that some node has, and no nodes that can serve it together; None if no
-        node has an adapter of this name, or it is withdrawn."""
-        holders = [node.name for node in self.workers.values() if name in node.adapters]
-        if not holders or self.is_withdrawn(name):
+        """The error of a request for an adapter that is known, while no nodes can serve it together; None if it is not
+        known, or withdrawn."""
+        if self.is_withdrawn(name) or not self.knows_adapter(name):
             return None
-        message = f"no {self.lacking} has the same adapter {name!r} at present; it is on {', '.join(holders)}"
+        holders = ", ".join(node.name for node in self.workers.values() if name in node.adapters)
+        message = f"no {self.lacking} has the same adapter {name!r} at present; it is on {holders or 'no node'}"
         return RequestError(ErrorCode.NO_ROUTE, message)
 
     def _adapters(self, prefills: list[Worker], decodes: list[Worker]) -> dict[str, str]:
@@ -517,7 +526,8 @@ class Registry:
         prefills, decodes = self._able()
         self._limiting = frozenset([node.incarnation for node in decodes])
         self.limits = self._limits(prefills, decodes)
-        self.adapters = self._adapters(prefills, decodes)
+        if self.limits is not None:
+            self.adapters = self._adapters(prefills, decodes)
         self.accepted = self.limits or self.accepted
         for node in self.workers.values():
             node.failed_peers = node.reported_peers.union(resting.get(node.incarnation, ()))

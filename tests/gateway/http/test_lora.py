@@ -296,6 +296,28 @@ async def test_a_node_that_refuses_a_change_is_not_asked_again_and_again(folder)
             assert await told(stubborn, UnloadAdapter) == [("sql", 4)]
 
 
+async def test_requests_for_an_adapter_wait_for_nodes_that_load_it_after_all_have_been_lost(folder):
+    async with running(folder) as stack:
+        await stack.pair()
+        await stack.post(LOAD, SQL)
+        for node in stack.nodes:
+            await node.kill()
+            await lost(stack, node)
+        call = asyncio.ensure_future(stack.post("/v1/completions", ASK))
+        while not (await stack.get("/server_info"))[1]["num_in_flight"]:
+            assert not call.done(), await call
+            await asyncio.sleep(0.01)
+        for role in "prefill", "decode":
+            await stack.node(role, f"{role}-1")
+        assert (await call)[0] == 200
+        assert {request.adapter for request in stack.nodes[-1].generates.values()} == {adapter("sql", "sql-v1").id}
+
+
+async def lost(stack, node):
+    while any(row["name"] == node.register.name for row in (await stack.get("/v1/workers"))[1]["workers"]):
+        await asyncio.sleep(0.01)
+
+
 # ---- unloading at another gateway ------------------------------------------------------------------------------------
 
 

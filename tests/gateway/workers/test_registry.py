@@ -3,7 +3,7 @@
 import pytest
 from support.gateway.fake_nodes import adapter, make_register
 
-from common.errors import RequestError
+from common.errors import ErrorCode, RequestError
 from common.wire.messages import (
     MAX_SECONDS,
     Heartbeat,
@@ -69,6 +69,12 @@ def test_new_requests_are_accepted_for_a_while_after_the_last_node_of_a_role_is_
     assert nodes.accepted is nodes.limits is not None
 
 
+def refusal_of(nodes, adapter):
+    with pytest.raises(RequestError) as caught:
+        nodes.check_adapter(adapter.id)
+    return caught.value
+
+
 def test_an_adapter_that_was_replaced_is_not_served_by_nodes_that_have_missed_it():
     old, new = adapter("sql", "v1", change=3), adapter("sql", "v2", change=7)
     nodes = registry()
@@ -77,10 +83,41 @@ def test_an_adapter_that_was_replaced_is_not_served_by_nodes_that_have_missed_it
     assert nodes.adapters == {"sql": old.id}
     nodes.set_last_change("sql", LastChange(7, "v2", new.id))
     assert nodes.adapters == {"sql": new.id}
-    with pytest.raises(RequestError, match="has been unloaded"):
-        nodes.check_adapter(old.id)
+    assert refusal_of(nodes, old).message == "the adapter 'sql' has been unloaded"
     nodes.remove(D)
     assert nodes.adapters == {}
+
+
+def test_an_adapter_is_asked_for_while_the_workers_cannot_serve_a_request():
+    sql = adapter("sql", "v1", change=3)
+    nodes = registry()
+    nodes.register(A, make_register("prefill", "p", adapters=(sql,)), 0.0)
+    nodes.register(B, make_register("decode", "d", adapters=(sql,)), 0.0)
+    nodes.set_last_change("sql", LastChange(3, "v1", sql.id))
+    nodes.remove(A)
+    nodes.remove(B)
+    nodes.register(C, make_register("prefill", "p"), 1.0)
+    assert nodes.adapters == {"sql": sql.id}
+    nodes.check_adapter(sql.id)
+    nodes.register(D, make_register("decode", "d"), 1.0)
+    assert nodes.adapters == {}
+    for error in (nodes.refuse_adapter("sql"), refusal_of(nodes, sql)):
+        assert error.code is ErrorCode.NO_ROUTE, "both will load it"
+        assert error.message.endswith("it is on no node")
+    nodes.set_last_change("sql", LastChange(4, None))
+    assert nodes.refuse_adapter("sql") is None
+    assert refusal_of(nodes, sql).code is ErrorCode.MODEL_NOT_FOUND
+
+
+def test_an_adapter_that_is_unloaded_or_replaced_while_the_workers_cannot_serve_a_request_is_not_asked_for():
+    sql = adapter("sql", "v1")
+    for change in LastChange(4, None), LastChange(4, "v2", "sql@other"):
+        nodes = registry()
+        nodes.register(A, make_register("prefill", "p", adapters=(sql,)), 0.0)
+        nodes.register(B, make_register("decode", "d", adapters=(sql,)), 0.0)
+        nodes.remove(B)
+        nodes.set_last_change("sql", change)
+        assert nodes.adapters == {}
 
 
 def test_after_one_load_nodes_serve_an_adapter_if_theirs_are_equal_whichever_was_heard_of_first():
