@@ -150,10 +150,12 @@ class _Answer(NamedTuple):
     """What is written to a client.
 
     Attributes:
+        model: of the outputs.
         keyed: the request by its key; None without one.
         is_retry: an earlier request has sent the outputs, perhaps from another gateway.
     """
 
+    model: ServedModel
     answer_id: str
     streams: list[OutputStream]
     events: OutputEvents
@@ -202,8 +204,8 @@ class GenerateApp:
         try:
             body: Any
             body, ignored = decode_with_extras(self.endpoint.body, data, are_refused=services.config.strict_fields)
-            model = services.models.named(body.model)
-            model_name = model.name
+            model = services.models.find(body.model)
+            model_name = "" if model is None else model.name
             key, rid = scope["state"].get(IDEMPOTENCY_KEY), getattr(body, "rid", None)
             identity = None if key is None and not rid else identify(self.path, data, tenant, key, rid)
             if siblings is not None:
@@ -222,11 +224,9 @@ class GenerateApp:
             raise
         if body.priority is not None and not services.priorities.is_enabled:
             ignored = ("priority", *ignored)[:MAX_NAMED_EXTRAS]
-        await self._write(answer, model, body, ignored, scope, send)
+        await self._write(answer, body, ignored, scope, send)
 
-    async def _write(
-        self, answer: _Answer, model: ServedModel, body: Any, ignored: Sequence[str], scope: Scope, send: Send
-    ) -> None:
+    async def _write(self, answer: _Answer, body: Any, ignored: Sequence[str], scope: Scope, send: Send) -> None:
         """Writes the outputs of an answer, formatted, while they come or when all have ended.
 
         Outputs that have not ended when this ends are aborted, or go on for a grace if they have a key.
@@ -236,7 +236,7 @@ class GenerateApp:
         """
         services, streams = self._services, answer.streams
         try:
-            formatter = self.endpoint.formatter(model, body, answer.answer_id)
+            formatter = self.endpoint.formatter(answer.model, body, answer.answer_id)
             headers = api_headers(self.path, scope["state"][REQUEST_ID])
             headers |= ignored_header(ignored)
             if streams[0].trace is not None:
@@ -270,16 +270,21 @@ class GenerateApp:
         return identity is not None and await siblings.pass_home("key", identity.key, request)
 
     async def _begin(
-        self, body: Any, model: ServedModel, tenant: str,
+        self, body: Any, model: ServedModel | None, tenant: str,
         *, state: dict[str, Any], arrived_at: float, identity: RequestIdentity | None,
     ) -> _Answer:  # fmt: skip
         """Sends the outputs of a request to the nodes, or finds those of the request that it repeats.
+
+        Args:
+            model: None if it is not served, or not any more.
 
         Raises RequestError: it is refused.
         """
         services, endpoint = self._services, self.endpoint
         if identity is not None and (repeated := self._repeated(identity, body)) is not None:
             return repeated
+        if model is None:
+            raise services.models.refusal(body.model)
         answer_id = endpoint.id_prefix + os.urandom(16).hex()
         requests = await endpoint.process(body, model, tenant, answer_id)
         if not services.priorities.is_neutral or body.priority is not None or body.priority_class is not None:
@@ -306,7 +311,7 @@ class GenerateApp:
         if keyed is not None:
             self._retries.add(keyed, streams, events)
         is_retry = any(output.tokens for output in known.values())
-        return _Answer(answer_id, streams, events, keyed, is_retry=is_retry)
+        return _Answer(model, answer_id, streams, events, keyed, is_retry=is_retry)
 
     def _repeated(self, identity: RequestIdentity, body: Any) -> _Answer | None:
         """The answer from the outputs of the request that this one repeats; None if it is new."""
@@ -314,7 +319,8 @@ class GenerateApp:
         known = self._retries.attach(identity, events)
         if known is None:
             return None
-        return _Answer(known.answer_id, known.streams, events, known, is_retry=True)
+        model = self._services.models.of(known.streams[0].request)
+        return _Answer(model, known.answer_id, known.streams, events, known, is_retry=True)
 
     def _events(self, *, only_ends: bool) -> OutputEvents:
         services, config = self._services, self._services.config

@@ -9,6 +9,7 @@ from common.config.gateway import GatewayConfig, also_served
 from common.errors import ErrorCode, RequestError
 from common.model_folder import find_model, find_tokenizer, tokenizer_digest
 from common.scheduling.output_length_predictor import OutputLengthPredictor
+from gateway.requests.input.generate_request import GenerateRequest
 from gateway.text.chat_template import ChatTemplate, special_tokens
 from gateway.text.output_formats import TEXT_ONLY, ModelFormats
 from gateway.text.reasoning_parsers import reasoning_format
@@ -100,9 +101,15 @@ class ServedModels:
         """The model with this name, which may be that of a LoRA adapter; without a name, the default.
 
         Raises:
-            RequestError: the gateway does not serve it, or no nodes that can serve a request together have the same
-                adapter of this name.
+            RequestError: there is none, as ``refusal`` says.
         """
+        model = self.find(name)
+        if model is None:
+            raise self.refusal(name or "")
+        return model
+
+    def find(self, name: str | None) -> ServedModel | None:
+        """The same; None if there is none."""
         if not name:  # editors send the name that their user has left empty
             return self.default
         model = self._by_name.get(name)
@@ -111,11 +118,21 @@ class ServedModels:
         for model in self:
             if name in model.pool.registry.adapters:
                 return replace(model, adapter=model.pool.registry.adapters[name])
+        return None
+
+    def refusal(self, name: str) -> RequestError:
+        """Why there is no model with this name: the gateway does not serve it, or no nodes that can serve a request
+        together have the same adapter of this name."""
         for model in self:
             if error := model.pool.registry.refuse_adapter(name):
-                raise error
+                return error
         adapters = [adapter for known in self for adapter in known.pool.registry.adapters]
-        raise self._unknown(name, [*self._by_name, *adapters], "model")
+        return self._unknown(name, [*self._by_name, *adapters], "model")
+
+    def of(self, request: GenerateRequest) -> ServedModel:
+        """The model that a request has, whose adapter may have been unloaded since it came."""
+        model = self._by_name[request.model]
+        return replace(model, adapter=request.adapter) if request.adapter else model
 
     @staticmethod
     def _unknown(name: str, served: Iterable[str], param: str) -> RequestError:

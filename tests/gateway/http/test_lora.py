@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import aiohttp
 import pytest
 from support.gateway.fake_nodes import adapter, echo, error_of, running, silent, start_request
 
@@ -316,6 +317,28 @@ async def test_requests_for_an_adapter_wait_for_nodes_that_load_it_after_all_hav
 async def lost(stack, node):
     while any(row["name"] == node.register.name for row in (await stack.get("/v1/workers"))[1]["workers"]):
         await asyncio.sleep(0.01)
+
+
+async def test_a_retry_with_a_key_gets_its_outputs_after_the_adapter_has_been_withdrawn(stack):
+    await stack.post(LOAD, SQL)
+    stack.silence()
+    key = {"Idempotency-Key": "one"}
+    first = asyncio.ensure_future(stack.client.post(stack.url + "/v1/completions", json=ASK, headers=key))
+    await asyncio.gather(*(node.until(lambda node=node: node.generates) for node in stack.nodes))
+    unload = asyncio.ensure_future(stack.post(UNLOAD, {"lora_name": "sql"}))
+    while await names(stack) != ["tiny"]:
+        await asyncio.sleep(0.01)
+    retry = asyncio.ensure_future(stack.post("/v1/completions", ASK, **key))
+    with pytest.raises(aiohttp.ServerDisconnectedError):  # the retry has taken the outputs over
+        await first
+    for node in stack.nodes:
+        for generate in list(node.generates.values()):
+            echo(node, generate)
+    status, answer = await retry
+    assert (status, answer["model"]) == (200, "sql")
+    assert (await unload)[0] == 200
+    assert await stack.post("/v1/completions", ASK, **key) == (200, answer)
+    assert (await stack.post("/v1/completions", ASK))[0] == 404
 
 
 # ---- unloading at another gateway ------------------------------------------------------------------------------------
