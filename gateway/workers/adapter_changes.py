@@ -63,9 +63,14 @@ class AdapterChanges:
     async def unload(self, pool: WorkerPool, name: str, timeout_s: float) -> NodeErrors:
         """Unload an adapter at all nodes of a model, once no request in flight at any gateway has it.
 
+        Nodes that are lost before they have heard of it, or come later, are told when they register.
+
         Raises RequestError: requests still have it after ``timeout_s``. It gets no new ones, and goes with the last.
         """
-        errors = await self._ask_all(pool, UnloadAdapter(name, self._next_number(pool, name)), timeout_s)
+        number = self._next_number(pool, name)
+        pool.registry.set_last_change(name, LastChange(number, None))
+        self._forget(pool)
+        errors = await self._ask_all(pool, UnloadAdapter(name, number), timeout_s)
         if not any(error == LATE for _, error in errors):
             return errors
         num_here = self._num_with(pool, lambda adapter: adapter.startswith(f"{name}@"))

@@ -352,9 +352,9 @@ class Registry:
         raise error or RequestError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
 
     def knows_adapter(self, name: str) -> bool:
-        """Whether a worker has an adapter of this name, or is to load it."""
-        is_held = any(name in node.adapters for node in self.workers.values())
-        return is_held or bool(self.last_changes.get(name, NO_CHANGE).adapter)
+        """Whether a worker has an adapter of this name or is to load it, or the last workers had it."""
+        is_wanted = name in self.adapters or bool(self.last_changes.get(name, NO_CHANGE).adapter)
+        return is_wanted or any(name in node.adapters for node in self.workers.values())
 
     def refuse_adapter(self, name: str) -> RequestError | None:
         """The error of a request for an adapter that is known, while no nodes can serve it together; None if it is not

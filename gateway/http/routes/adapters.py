@@ -14,7 +14,6 @@ from gateway.http.protocol.decoding import decode, refuse
 from gateway.http.protocol.native import LoadLoraRequest, UnloadLoraRequest
 from gateway.http.services import Services
 from gateway.workers.adapter_changes import NodeErrors
-from gateway.workers.served_models import ServedModel
 
 LOAD_TIMEOUT_S = 120.0
 UNLOAD_TIMEOUT_S = 60.0  # for the requests in flight to end
@@ -41,6 +40,8 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
             if other is not model and body.lora_name in other.pool.registry.adapters:
                 raise refuse(f"{body.lora_name!r} is an adapter of the model {other.name!r}", "lora_name")
         errors = await changes.load(model.pool, body.lora_name, body.lora_path, LOAD_TIMEOUT_S)
+        if not errors:
+            raise RequestError(ErrorCode.NO_ROUTE, "no nodes are registered")
         return _answer(body.lora_name, errors)
 
     @router.post(
@@ -54,7 +55,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     )
     async def unload_adapter(data: Body) -> Response:
         body = decode(UnloadLoraRequest, data)
-        model = next((one for one in models if _is_known(one, body.lora_name)), None)
+        model = next((one for one in models if one.pool.registry.knows_adapter(body.lora_name)), None)
         if model is None:
             message = f"no node has the adapter {body.lora_name!r}"
             raise refuse(message, "lora_name", ErrorCode.MODEL_NOT_FOUND)
@@ -63,15 +64,9 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     return router
 
 
-def _is_known(model: ServedModel, name: str) -> bool:
-    return any(name in node.adapters for node in model.pool.registry.workers.values())
-
-
 def _answer(name: str, errors: NodeErrors) -> Response:
-    """What each node has done. Raises RequestError: none has done it."""
-    if not errors:
-        raise RequestError(ErrorCode.NO_ROUTE, "no nodes are registered")
-    if all(error for _, error in errors):
+    """What each node has done. Raises RequestError: all have refused it."""
+    if errors and all(error for _, error in errors):
         message = "; ".join(dict.fromkeys(f"{node.name}: {error}" for node, error in errors))
         raise RequestError(ErrorCode.INVALID_REQUEST, message)
     nodes = [AdapterNode(name=node.name, role=node.register.role, error=error) for node, error in errors]

@@ -405,6 +405,22 @@ async def test_unloading_waits_for_requests_in_flight_while_new_ones_are_not_fou
     assert await names(stack) == ["tiny", "sql"]
 
 
+async def test_an_adapter_is_unloaded_at_nodes_that_come_after_all_have_been_lost(stack):
+    await stack.post(LOAD, SQL)
+    for node in stack.nodes:
+        await node.kill()
+        await lost(stack, node)
+    assert await stack.post(UNLOAD, {"lora_name": "sql"}) == (200, {"lora_name": "sql", "nodes": []})
+    assert await names(stack) == ["tiny"]
+    assert (await stack.post("/v1/completions", ASK))[0] == 404
+    assert (await stack.post(UNLOAD, {"lora_name": "sql"}))[0] == 404
+    assert (await stack.post(LOAD, SQL))[0] == 503
+    lacking = await stack.node("prefill", "prefill-1")
+    having = await stack.node("decode", "decode-1", adapters=(adapter("sql", "sql-v1"),))
+    await having.until(lambda: "sql" in having.register.unloaded)
+    assert await told(lacking, LoadAdapter) == []
+
+
 async def test_unloading_that_takes_too_long_says_how_many_requests_are_left(stack, monkeypatch):
     monkeypatch.setattr(adapters, "UNLOAD_TIMEOUT_S", 0.05)
     await stack.post(LOAD, SQL)

@@ -115,7 +115,9 @@ def test_an_adapter_that_is_unloaded_or_replaced_while_the_workers_cannot_serve_
         nodes = registry()
         nodes.register(A, make_register("prefill", "p", adapters=(sql,)), 0.0)
         nodes.register(B, make_register("decode", "d", adapters=(sql,)), 0.0)
+        nodes.remove(A)
         nodes.remove(B)
+        assert nodes.knows_adapter("sql")
         nodes.set_last_change("sql", change)
         assert nodes.adapters == {}
 
