@@ -116,6 +116,10 @@ class Dispatcher:
         """Requests in flight that a node works on, or whose pages it still sends."""
         return self._in_flight.num_at(incarnation)
 
+    def num_with(self, model: str, adapter: str) -> int:
+        """Requests in flight that have an adapter of a model, by its id."""
+        return self._in_flight.num_with(model, adapter)
+
     def streams(self) -> Iterator[OutputStream]:
         """All outputs in flight, oldest first."""
         return (flight.stream for flight in self._in_flight.values())

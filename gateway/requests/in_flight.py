@@ -1,5 +1,6 @@
 """The requests in flight: what the gateway knows of each, beside its output."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -153,10 +154,20 @@ class InFlightTable(dict[str, InFlightRequest]):
     def __init__(self) -> None:
         super().__init__()
         self._at: dict[str, dict[str, InFlightRequest]] = {}  # by node and rid
+        self._num_with: Counter[tuple[str, str]] = Counter()  # by model and adapter
+
+    def __setitem__(self, rid: str, flight: InFlightRequest) -> None:
+        super().__setitem__(rid, flight)
+        request = flight.stream.request
+        if request.adapter:
+            self._num_with[request.model, request.adapter] += 1
 
     def __delitem__(self, rid: str) -> None:
+        request = self[rid].stream.request
         self.place(self[rid], ())
         super().__delitem__(rid)
+        if request.adapter:
+            self._num_with -= Counter([(request.model, request.adapter)])
 
     def place(self, flight: InFlightRequest, nodes: tuple[str, ...]) -> None:
         """Sets the nodes that work on a request."""
@@ -176,6 +187,10 @@ class InFlightTable(dict[str, InFlightRequest]):
 
     def num_at(self, incarnation: str) -> int:
         return len(self._at.get(incarnation, ()))
+
+    def num_with(self, model: str, adapter: str) -> int:
+        """Requests that have an adapter, by its id, those included that wait."""
+        return self._num_with[model, adapter]
 
     def matching(self, request_id: str | None, tenant: str | None) -> list[InFlightRequest]:
         """A request, or all outputs of a batch, by the id that the client knows; None matches all."""

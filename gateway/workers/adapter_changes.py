@@ -73,7 +73,8 @@ class AdapterChanges:
         errors = await self._ask_all(pool, UnloadAdapter(name, number), timeout_s)
         if not any(error == LATE for _, error in errors):
             return errors
-        num_here = self._num_with(pool, lambda adapter: adapter.startswith(f"{name}@"))
+        ids = {node.adapters[name] for node in pool.registry.workers.values() if name in node.adapters}
+        num_here = sum(self._dispatcher.num_with(pool.model, adapter) for adapter in ids)
         text = (
             f"requests still have the adapter {name} after {timeout_s:g} s, {num_here} of them at this gateway; it"
             " takes no new ones, and goes when the last one has ended"
@@ -169,12 +170,8 @@ class AdapterChanges:
     def _tell_unused(self, pool: WorkerPool, node: Worker) -> None:
         """Tell a node which of the adapters that it withdraws have no requests here. It may be told more than once."""
         for adapter in node.register.adapters:
-            if adapter.is_withdrawn and not self._num_with(pool, adapter.id.__eq__):
+            if adapter.is_withdrawn and not self._dispatcher.num_with(pool.model, adapter.id):
                 self._send(AdapterUnused(adapter.id), node.incarnation)
-
-    def _num_with(self, pool: WorkerPool, is_meant: Callable[[str], bool]) -> int:
-        requests = (stream.request for stream in self._dispatcher.streams())
-        return sum(one.model == pool.model and is_meant(one.adapter) for one in requests)
 
 
 def _changes(register: Register) -> dict[str, LastChange]:

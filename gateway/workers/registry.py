@@ -366,14 +366,18 @@ class Registry:
         return RequestError(ErrorCode.NO_ROUTE, message)
 
     def _adapters(self, prefills: list[Worker], decodes: list[Worker]) -> dict[str, str]:
+        holders: dict[tuple[str, str], list[Worker]] = {}
+        for node in prefills:
+            for held in node.adapters.values():
+                holders.setdefault((held, node.revision), []).append(node)
         found: dict[str, str] = {}
         for decode in decodes:
             for adapter in decode.register.adapters:
-                if self._is_outdated(adapter):
+                if adapter.name in found or self._is_outdated(adapter):
                     continue
-                others = (node for node in prefills if node.adapters.get(adapter.name) == adapter.id)
+                others = holders.get((adapter.id, decode.revision), ())
                 if not self._needs_prefill or any(can_pair(node, decode) for node in others):
-                    found.setdefault(adapter.name, adapter.id)
+                    found[adapter.name] = adapter.id
         return dict(sorted(found.items()))
 
     def _is_outdated(self, adapter: Adapter) -> bool:

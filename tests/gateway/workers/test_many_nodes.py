@@ -128,9 +128,25 @@ async def test_requests_are_counted_at_their_nodes_until_they_end(folder):
         assert await counts() == [0, 0]
 
 
+def in_flight(rid, adapter=""):
+    request = SimpleNamespace(rid=rid, model="m", adapter=adapter)
+    return SimpleNamespace(nodes=(), stream=SimpleNamespace(request=request))
+
+
+def test_a_table_counts_the_requests_of_an_adapter_and_forgets_adapters_without_requests():
+    table = InFlightTable()
+    for rid, adapter in ("a", "law@1"), ("b", "law@1"), ("c", "sql@1"), ("d", ""):
+        table[rid] = in_flight(rid, adapter)
+    assert [table.num_with("m", adapter) for adapter in ("law@1", "sql@1", "law@2")] == [2, 1, 0]
+    assert table.num_with("other", "law@1") == 0
+    for rid in "acd":
+        del table[rid]
+    assert table._num_with == {("m", "law@1"): 1}
+
+
 def test_a_table_forgets_nodes_without_requests():
     table = InFlightTable()
-    flights = [SimpleNamespace(nodes=(), stream=SimpleNamespace(request=SimpleNamespace(rid=rid))) for rid in "ab"]
+    flights = [in_flight(rid) for rid in "ab"]
     for flight in flights:
         table[flight.stream.request.rid] = flight
         table.place(flight, ("p", "d"))
