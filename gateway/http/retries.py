@@ -6,7 +6,7 @@ nodes are asked for its outputs so far, which are then continued like those of a
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.clock import Clock
@@ -26,6 +26,28 @@ log = logging.getLogger(__name__)
 #: Nodes that do not say in time which requests they know are taken to know none. A node that has lost its core for
 #: some time still answers; only while a node hangs do requests with a key wait so long.
 FIND_TIMEOUT_S = 2.0
+
+
+class Grace:
+    """Stands for a client that has left, for some time: ``end`` is called if it comes back meanwhile.
+
+    Args:
+        abort: ends the outputs; called when the time is over, or once one of them has failed, since then none is kept.
+    """
+
+    def __init__(self, request: KeyedRequest, grace_s: float, abort: Callable[[KeyedRequest], None]) -> None:
+        self._request = request
+        self._abort = abort
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(grace_s, abort, request)
+
+    def wake(self, stream: OutputStream) -> None:
+        if stream.error is not None and self._request.detach(self):
+            self._timer.cancel()
+            self._loop.call_soon(self._abort, self._request)  # the dispatcher is still ending this one
+
+    def end(self) -> None:
+        self._timer.cancel()
 
 
 class Retries:
@@ -82,7 +104,7 @@ class Retries:
 
     def begin(self, identity: RequestIdentity, answer_id: str) -> KeyedRequest:
         """A new request with a key."""
-        return KeyedRequest(identity, answer_id, self._store, None, num_readers=0)
+        return KeyedRequest(identity, answer_id, self._store, None)
 
     def add(self, request: KeyedRequest, streams: list[OutputStream], events: OutputEvents) -> None:
         """Makes a request known by its key, once its outputs are sent, and gives them to its answer."""
@@ -95,18 +117,16 @@ class Retries:
         if not request.detach(events):
             return
         if request.has_failed or not self._grace_s:
-            self._abort(request, request.num_readers)
+            self._abort(request)
         elif not request.is_ended:
             events.resume()  # the client that they waited for has left
-            loop = asyncio.get_running_loop()
-            loop.call_later(self._grace_s, self._abort, request, request.num_readers)
+            request.reader = Grace(request, self._grace_s, self._abort)
 
-    def _abort(self, request: KeyedRequest, num_readers: int) -> None:
-        """Ends the outputs that are still in flight, unless a client has come back."""
-        if request.num_readers == num_readers:
-            for stream in request.streams:
-                if not stream.is_ended:
-                    self._dispatcher.abort(stream.request.rid, "the client has disconnected")
+    def _abort(self, request: KeyedRequest) -> None:
+        """Ends the outputs that are still in flight."""
+        for stream in request.streams:
+            if not stream.is_ended:
+                self._dispatcher.abort(stream.request.rid, "the client has disconnected")
 
 
 def _can_be(output: KeptOutput, request: GenerateRequest, vocab_size: int) -> bool:

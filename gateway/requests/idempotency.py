@@ -106,8 +106,7 @@ class KeyedRequest:
 
     Attributes:
         answer_id: of its answer, which every retry gets too.
-        reader: of the last client that asked for it; None if that client has left or has read everything.
-        num_readers: how many clients have asked for it.
+        reader: of the last client that asked for it, or what stands for it after it has left; None without one.
         num_ended: outputs that have ended.
         has_failed: one of them has failed.
     """
@@ -116,7 +115,6 @@ class KeyedRequest:
     answer_id: str
     store: "IdempotencyStore"
     reader: Reader | None
-    num_readers: int = 1
     streams: list[OutputStream] = field(default_factory=list)
     num_ended: int = 0
     has_failed: bool = False
@@ -141,7 +139,6 @@ class KeyedRequest:
     def attach(self, reader: Reader) -> None:
         """Gives the outputs to another reader, from their beginning, and ends the answer that had them."""
         previous, self.reader = self.reader, reader
-        self.num_readers += 1
         for stream in self.streams:
             stream.rewind()
             if stream.ids or stream.is_ended:

@@ -299,6 +299,22 @@ async def test_a_request_whose_client_has_left_ends_at_once_without_a_grace(fold
         await prefill.until(lambda: rid in prefill.aborts)
 
 
+async def test_if_an_output_fails_in_the_grace_the_others_end_and_the_request_runs_again(folder):
+    body = {"text": ["a", "b"], "rid": ["one", "two"]}
+    async with running(folder, retry_grace=3_600.0) as stack:
+        prefill, decode = await stack.pair()
+        hold(stack)
+        call = asyncio.ensure_future(post(stack, "/generate", body))
+        await decode.until(lambda: len(decode.generates) == 2)
+        call.cancel()
+        while 'baton_disconnects_total{model="tiny"} 2.0' not in (await stack.get("/metrics"))[1]:
+            await asyncio.sleep(0.01)
+        decode.fail("one", ErrorCode.OUT_OF_PAGES)
+        await decode.until(lambda: "two" in decode.aborts)
+        prefill.on_generate = decode.on_generate = echo
+        assert (await post(stack, "/generate", body))[0] == 200
+
+
 async def test_a_paused_output_goes_on_when_its_client_has_left():
     paused = []
     reader = OutputEvents(TurnEnd(), lambda _, is_paused: paused.append(is_paused), only_ends=False, max_unread=1)
