@@ -107,13 +107,13 @@ class Gateway:
         self._authenticator = Authenticator(permanent_keys(config), is_header_taken=config.tenant_header)
         function = load_priority_function(config.priority_function)
         self._priorities = PriorityResolver(config, function, is_strict=config.strict_fields)
+        self._clock = MonotonicClock()
         quotas = parse_quotas(config.tenant_quotas)
         self._quotas = Quotas(quotas)
         self._key_file: ApiKeyFile | None = None
         if config.api_key_file is not None:
             self._key_file = ApiKeyFile(Path(config.api_key_file), permanent_keys(config), quotas)
             self._take_keys(self._key_file.read())
-        self._clock = MonotonicClock()
         self._exporter = OtlpExporter(config.otlp_endpoint, self._clock) if config.otlp_endpoint else None
         self._tracer = Tracer(self._exporter, config.trace_sample_rate)
         self._app_plugins = [load_app_plugin(spec) for spec in config.app_plugin]
@@ -358,7 +358,7 @@ class Gateway:
 
     def _take_keys(self, content: KeyFile) -> None:
         self._authenticator.replace_keys(content.keys)
-        self._quotas.replace(content.quotas)
+        self._quotas.replace(content.quotas, self._clock.now())
 
     def _max_values(self) -> int:
         """Values that a body may have: all token ids of the longest possible prompt, or ``MAX_VALUES``."""

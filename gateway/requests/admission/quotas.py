@@ -29,8 +29,9 @@ class _Account:
         self._balance = self._capacity
         self._counted_at = now
 
-    def change(self, quota: Quota) -> None:
+    def change(self, quota: Quota, now: float) -> None:
         """Sets other limits. A tenant that had no limit of tokens begins with a full minute."""
+        self.balance(now)  # what was earned until now was earned at the rate so far
         if self.quota.tokens_per_minute is None:
             self._balance = math.inf
         self.quota = quota
@@ -60,14 +61,14 @@ class Quotas:
 
     def __init__(self, quotas: Mapping[str, Quota]) -> None:
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
-        self.replace(quotas)
+        self.replace(quotas, 0.0)
 
-    def replace(self, quotas: Mapping[str, Quota]) -> None:
+    def replace(self, quotas: Mapping[str, Quota], now: float) -> None:
         """Replaces all quotas. The requests in flight and the used tokens of each tenant stay counted."""
         self._quotas = dict(quotas)
         self._others = self._quotas.pop(OTHER_TENANTS, Quota())
         for tenant, account in self._accounts.items():
-            account.change(self._quotas.get(tenant, self._others))
+            account.change(self._quotas.get(tenant, self._others), now)
 
     def has_limits(self, tenant: str) -> bool:
         return bool(tenant) and self._quotas.get(tenant, self._others) != Quota()

@@ -1,5 +1,7 @@
 """Quotas of tenants, and that a request is accepted after its Retry-After."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,6 +63,15 @@ def test_a_full_bucket_holds_one_minutes_tokens_and_no_more():
     quotas.admit("a", 1, 0, 0.0)
     quotas.admit("a", 1, 61, 3600.0)
     refused(quotas, now=3600.0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(60, 6_000), (6_000, 60)])
+def test_a_new_quota_applies_from_its_change_on(before, after):
+    quotas = Quotas({"a": Quota(tokens_per_minute=before)})
+    quotas.admit("a", 1, before + 6_000, 0.0)  # leaves a debt of 6,000 tokens
+    quotas.replace({"a": Quota(tokens_per_minute=after)}, 30.0)
+    debt = 6_000 - before / 2  # which half a minute has paid off in part
+    assert refused(quotas, now=30.0).retry_after_s == math.ceil((debt + 1) * 60 / after)
 
 
 def test_a_refused_request_costs_nothing():
