@@ -131,7 +131,7 @@ class Preemptor:
         Args:
             lowest: no request in a slot has a lower priority. It saves most requests a look at all slots.
         """
-        if self._table.has_slot:
+        if self._table.num_free_slots:
             return True
         rules = self._ordering.rules
         if not rules.is_enabled or self._ordering.priority(request) - lowest <= rules.preemption_threshold:
@@ -140,7 +140,7 @@ class Preemptor:
 
     def free_slot(self, request: Request, now: float) -> None:
         """Make sure that a slot is free: pause the least urgent request, or retract it if it is half computed."""
-        if self._table.has_slot:
+        if self._table.num_free_slots:
             return
         victim = self._slot_victim(request, now)
         assert victim is not None

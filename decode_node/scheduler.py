@@ -174,7 +174,7 @@ class DecodeScheduler:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the decode node already")
         if self._limits.reserved_tokens is not None:
             request.expected_output = 0
-        self._table.add(request, source=source)
+        self._table.enter(request, source=source)
         self._deadlines.add(request)
 
     def grammar_compiled(self, grammar: str) -> None:
@@ -212,10 +212,11 @@ class DecodeScheduler:
         Pages granted to a transfer in progress stay with the receiver, which frees them after its fence, except for
         the first ones that have ``arrived``.
         """
-        is_receiving = key in self._table.receiving
-        request = self._table.remove(key)
+        request = self._table.requests.get(key)
         if request is None:
             return
+        is_receiving = key in self._table.receiving
+        self._table.remove(request, Event.END)
         if is_receiving:
             self._reservations.withdraw(request, arrived)
         self._queue.short.pop(key, None)
@@ -567,7 +568,7 @@ class DecodeScheduler:
         rows, table = step.rows, self._table
         if not rows or step.chunks or len(rows) != len(table.running) or not table.is_settled:
             return None
-        if (table.ready or table.paused) and (table.has_slot or self._ordering.rules.is_enabled):
+        if (table.ready or table.paused) and (table.num_free_slots or self._ordering.rules.is_enabled):
             return None
         count = min([num_before_end(request, tokens_of(request), self._eos) for request in rows])
         count = min(count, self._capacity - max([request.num_tokens for request in rows]))

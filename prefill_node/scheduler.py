@@ -25,7 +25,6 @@ from common.finish_reason import Finish, finish_reason
 from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.deadlines import Deadlines
-from common.scheduling.grammar_queue import GrammarQueue
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
 from common.scheduling.long_prompts import LongPrompts
 from common.scheduling.ordering import RequestOrdering
@@ -40,12 +39,12 @@ from common.scheduling.prefill_adder import (
     chunk_results,
 )
 from common.scheduling.skip_ahead import PASSING, SkipAhead
-from common.scheduling.slots import OutstandingSteps, SlotPool
+from common.scheduling.slots import OutstandingSteps
 from common.scheduling.victim_selection import has_room, victims_for
 from common.scheduling.waiting_queue import WaitingQueue
-from common.state_machine import advance
 from common.step_plan import PageDelta, StepPlan, StepResult
-from prefill_node.request_state import TABLE, Event, State
+from prefill_node.request_state import Event, State
+from prefill_node.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +105,9 @@ class PrefillScheduler:
         is_granted: Callable[[RequestKey], bool],
     ) -> None:
         self.policy = ordering.policy
-        self.requests: dict[RequestKey, Request] = {}  # every request that may hold pages
-        self._states: dict[RequestKey, State] = {}
-        self.grammars = GrammarQueue()
-        self._waiting = WaitingQueue(ordering, cache)
-        self._extending: dict[RequestKey, Request] = {}  # requests with a slot
+        self._table = RequestTable(limits.max_running, WaitingQueue(ordering, cache))
+        self.requests = self._table.requests
+        self.grammars = self._table.grammars
         self.decisions = DecisionLog()
         self._totals: Counter[str] = Counter(
             retractions=0, preemptions=0, skipped_ahead=0, budget_tokens=0, budget_tokens_used=0
@@ -124,7 +121,6 @@ class PrefillScheduler:
         self._is_granted = is_granted
         self._deadlines = Deadlines(self.requests)
         self._first: dict[RequestKey, FirstToken] = {}  # survive a retraction
-        self._slots = SlotPool(limits.max_running)
         self._steps: OutstandingSteps[list[Chunk]] = OutstandingSteps(allocator)
         self._effects: list[Effect] = []
         self._kv_window = limits.kv_window or KVWindow(cache.page_size)
@@ -151,42 +147,27 @@ class PrefillScheduler:
         bound = self._limits.max_queued
         if bound is not None and self.num_waiting >= bound:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the prefill node already")
-        assert request.key not in self.requests
-        self.requests[request.key] = request
-        if self.grammars.enter(request):
-            self.grammars.waiting[request.key] = request
-            self._states[request.key] = State.COMPILING
-        else:
-            if is_resumed:
-                self._waiting.put_first(request)
-            else:
-                self._waiting[request.key] = request
-            self._states[request.key] = State.WAITING
+        self._table.add(request, is_first=is_resumed)
         self._deadlines.add(request)
 
     def grammar_compiled(self, grammar: str) -> None:
         """Queue the requests that have waited for this grammar."""
         for request in self.grammars.compiled(grammar):
-            del self.grammars.waiting[request.key]
-            self._advance(request.key, Event.COMPILED)
-            self._waiting[request.key] = request
+            self._table.move(request, Event.COMPILED)
 
     def abort(self, key: RequestKey) -> bool:
         """Stop computing a request; its pages stay until ``release``. False if it is unknown or has ended already."""
-        if self._states.get(key) in (None, State.CLOSING):
+        request = self.requests.get(key)
+        if request is None or self.is_closing(key):
             return False
-        self._leave_batch(key)
-        self._advance(key, Event.CLOSE)
+        self._table.move(request, Event.CLOSE, with_slot=False)
         return True
 
     def release(self, key: RequestKey) -> None:
         """Forget a request and give its pages back: the transfer does not read them any more."""
-        request = self.requests.pop(key)
-        self._leave_batch(key)
-        self._advance(key, Event.RELEASED)
-        del self._states[key]
+        request = self.requests[key]
+        self._table.remove(request, Event.RELEASED)
         self._first.pop(key, None)
-        self.grammars.leave(request)
         release(self._cache, self._allocator, request)
 
     def take_effects(self) -> list[Effect]:
@@ -197,11 +178,11 @@ class PrefillScheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without pages."""
-        return len(self._waiting) + len(self.grammars.waiting)
+        return len(self._table.waiting) + len(self._table.compiling)
 
     def is_closing(self, key: RequestKey) -> bool:
         """Whether the request has ended, and only its pages are still here."""
-        return self._states[key] is State.CLOSING
+        return key in self._table.closing
 
     def has_first_token(self, key: RequestKey) -> bool:
         """Whether the first token was sampled, even if the request was retracted since."""
@@ -223,7 +204,7 @@ class PrefillScheduler:
         if request is not None:
             before = (request.priority, request.priority_class)
             self.decisions.note_change(now, request.rid, before, (priority, priority_class))
-            self._waiting.reprioritize(request, priority, priority_class)
+            self._table.waiting.reprioritize(request, priority, priority_class)
 
     def totals(self) -> dict[str, float]:
         """Monotonic totals of what was scheduled and preempted."""
@@ -231,25 +212,15 @@ class PrefillScheduler:
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed and that have not ended; each is returned once."""
-        return [request for request in self._deadlines.expired(now) if self._states[request.key] is not State.CLOSING]
-
-    def _leave_batch(self, key: RequestKey) -> None:
-        self.grammars.waiting.pop(key, None)
-        self._waiting.pop(key, None)
-        request = self._extending.pop(key, None)
-        if request is not None:
-            self._slots.give_back(request)
-
-    def _advance(self, key: RequestKey, event: Event) -> None:
-        self._states[key] = advance(TABLE, self._states[key], event)
+        return [request for request in self._deadlines.expired(now) if not self.is_closing(request.key)]
 
     # ---- planning a step --------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if there is nothing to compute. Preempts requests for a more urgent one first."""
-        if not self._extending and not self._waiting:
+        if not self._table.extending and not self._table.waiting:
             return None
-        granted = [request for request in self._waiting.values() if self._is_granted(request.key)]
+        granted = [request for request in self._table.waiting.values() if self._is_granted(request.key)]
         urgent = self._preempt(granted, now)
         adder = self._adder()
         admitted = self._fill(adder, urgent, granted, now)
@@ -281,11 +252,11 @@ class PrefillScheduler:
 
     def _queue(self, urgent: Request | None, now: float) -> list[Request]:
         """Extending and waiting requests in one order; ``urgent`` before all waiting ones."""
-        begun = self._long_prompts.in_order(self._extending.values())
-        queue = list(self._ordering.merge(begun, list(self._waiting.values()), now))
+        begun = self._long_prompts.in_order(self._table.extending.values())
+        queue = list(self._ordering.merge(begun, list(self._table.waiting.values()), now))
         if urgent is not None:
             queue.remove(urgent)
-            queue.insert(next((i for i, r in enumerate(queue) if r.key in self._waiting), len(queue)), urgent)
+            queue.insert(next((i for i, r in enumerate(queue) if r.key in self._table.waiting), len(queue)), urgent)
         return queue
 
     def _fill(
@@ -299,12 +270,12 @@ class PrefillScheduler:
         sharing = self._sharing()
         skip_ahead = SkipAhead(self._limits.max_skip_ahead)
         admitted: list[Request] = []
-        begun_left = dict(self._extending)  # begun prompts that may still get tokens of this step
+        begun_left = dict(self._table.extending)  # begun prompts that may still get tokens of this step
         may_pass = {request.key for request in granted}
-        ending_here = {request.key for request in self._waiting.values() if _ends_here(request)} - may_pass
+        ending_here = {request.key for request in self._table.waiting.values() if _ends_here(request)} - may_pass
         may_pass |= ending_here
         for request, most, is_reserved in self._long_prompts.turns(self._queue(urgent, now), adder, urgent=urgent):
-            if self._states[request.key] is State.EXTENDING:
+            if request.key in self._table.extending:
                 if most is None:
                     begun_left.pop(request.key, None)
                 if request.num_scheduled == request.num_tokens:
@@ -312,7 +283,7 @@ class PrefillScheduler:
                 result = adder.add_chunked_req(request, most=most, is_reserved=is_reserved)
                 if result is not AddResult.CONTINUE and most is None:
                     break
-            elif not self._slots or skip_ahead.is_closed_to(request.key in may_pass):
+            elif not self._table.num_free_slots or skip_ahead.is_closed_to(request.key in may_pass):
                 may_pass.discard(request.key)
                 if not begun_left and not may_pass:
                     break
@@ -337,22 +308,19 @@ class PrefillScheduler:
         return admitted
 
     def _admit(self, request: Request, now: float, passing: str) -> None:
-        del self._waiting[request.key]
-        self._extending[request.key] = request
+        self._table.move(request, Event.ADMIT, with_slot=True)
         if request.key == self._made_room_for:
             self._made_room_for = ("", 0)
-        self._slots.take(request)
         request.placed_at = now
         request.admitted_at = request.admitted_at or now  # once: what is computed again is no time in the queue
         request.stages.resume(now)
         self._ordering.admitted(request, num_input=request.num_tokens - request.num_computed)
-        self._advance(request.key, Event.ADMIT)
         self._totals["skipped_ahead"] += bool(passing)
         reason = "computes {} of {} tokens" + passing
         self.decisions.note(now, request.rid, "admit", reason, request.num_to_compute, request.num_tokens)
 
     def _sharing(self) -> InBatchPrefixes:
-        return InBatchPrefixes(self._cache.page_size, self._limits.sharing, self._extending.values())
+        return InBatchPrefixes(self._cache.page_size, self._limits.sharing, self._table.extending.values())
 
     def chunks(self, plan: StepPlan) -> list[Chunk]:
         """The chunks of the plan that was made last."""
@@ -370,7 +338,7 @@ class PrefillScheduler:
         together may not have had enough pages.
         """
         urgent = max(granted, key=self._ordering.effective_priority, default=None)
-        kept = self._waiting.get(self._made_room_for)
+        kept = self._table.waiting.get(self._made_room_for)
         for request in (urgent, kept):
             if request is not None and not self._fits(request):
                 self._retract_for(request, self._ungranted(), now, "pages are granted to {} already")
@@ -378,7 +346,7 @@ class PrefillScheduler:
                 return request
         if kept is not None:
             return kept
-        if not self._waiting:
+        if not self._table.waiting:
             return None
         if self._ordering.rules.is_enabled:
             self._preempt_by_priority(now)
@@ -386,8 +354,8 @@ class PrefillScheduler:
 
     def _preempt_by_priority(self, now: float) -> None:
         ungranted = self._ungranted()
-        if self._ordering.may_preempt_any(self._waiting.highest_priority, ungranted):
-            first = self._ordering.sort(list(self._waiting.values()), now)[0]
+        if self._ordering.may_preempt_any(self._table.waiting.highest_priority, ungranted):
+            first = self._ordering.sort(list(self._table.waiting.values()), now)[0]
             weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim, now)]
             if weaker and self._lacks_only_room(first):
                 self._preempt_for_first(first, weaker, now)
@@ -397,13 +365,14 @@ class PrefillScheduler:
 
         The decode nodes may be full for as long as they like. No more urgent prompt is retracted.
         """
-        request = max(filter(_ends_here, self._waiting.values()), key=self._ordering.effective_priority, default=None)
-        if request is None or not self._slots:
+        ending_here = filter(_ends_here, self._table.waiting.values())
+        request = max(ending_here, key=self._ordering.effective_priority, default=None)
+        if request is None or not self._table.num_free_slots:
             return None
         candidates = [
             victim
             for victim in self._ungranted()
-            if self._states[victim.key] is State.SENDING and not self._ordering.is_more_urgent(victim, request)
+            if victim.key in self._table.sending and not self._ordering.is_more_urgent(victim, request)
         ]
         if not candidates or self._fits(request) or not self._lacks_only_room(request):
             return None
@@ -414,26 +383,26 @@ class PrefillScheduler:
 
     def _lacks_only_room(self, request: Request) -> bool:
         """Whether a waiting request would begin now if it had a slot and pages."""
-        may_begin = self._long_prompts.may_begin(request, self._extending.values(), self._cache)
+        may_begin = self._long_prompts.may_begin(request, self._table.extending.values(), self._cache)
         return may_begin and not self._ordering.waits_for(request, self._sharing().holder_of(request, self._cache))
 
     def _ungranted(self) -> list[Request]:
         """Requests that may be retracted, least urgent first."""
-        states = (State.EXTENDING, State.SENDING)
-        holders = [r for key, r in self.requests.items() if self._states[key] in states and not self._is_granted(key)]
+        states, holding = self._table.states, (State.EXTENDING, State.SENDING)
+        holders = [r for key, r in self.requests.items() if states[key] in holding and not self._is_granted(key)]
         return self._ordering.in_preemption_order(holders)
 
     def _preempt_for_first(self, first: Request, weaker: list[Request], now: float) -> None:
         """Take a slot, pages, or both from less urgent requests for the first in the queue, if it lacks them."""
-        extending = [victim for victim in weaker if self._states[victim.key] is State.EXTENDING]
-        if not self._slots and not extending:
+        extending = [victim for victim in weaker if victim.key in self._table.extending]
+        if not self._table.num_free_slots and not extending:
             return
         victims: Sequence[Request] = ()
         if not self._fits(first):
-            if not self._slots:  # at least one victim must have a slot
+            if not self._table.num_free_slots:  # at least one victim must have a slot
                 weaker = [extending[0], *(victim for victim in weaker if victim is not extending[0])]
             victims = self._retract_for(first, weaker, now, "its pages go to the more urgent {}")
-        elif not self._slots:
+        elif not self._table.num_free_slots:
             victims = extending[:1]
             self._retract(extending[0], now, "its slot goes to the more urgent {}", first)
         for victim in victims:
@@ -478,13 +447,11 @@ class PrefillScheduler:
 
     def _retract(self, request: Request, now: float, reason: str, other: Request) -> None:
         """Take the pages back and queue the request first again. Its KV stays cached while there is room."""
-        self._leave_batch(request.key)
         release(self._cache, self._allocator, request)
         request.stages.interrupt("retracted", now)
         request.output.clear()
         request.prompt_logprobs.clear()
-        self._advance(request.key, Event.RETRACT)
-        self._waiting.put_first(request)
+        self._table.move(request, Event.RETRACT, with_slot=False, is_first=True)
         self._totals["retractions"] += 1
         self._effects.append(Retracted(request.key))
         self.decisions.note(now, request.rid, "retract", reason, other.rid)
@@ -514,10 +481,9 @@ class PrefillScheduler:
             return Computed(request, chunk.num_tokens, request.num_computed // self._cache.page_size)
         first = self._first_token(request, *result.sampled)
         request.output.append(first.token)
-        self._leave_batch(request.key)
+        self._table.move(request, Event.SAMPLED, with_slot=False)
         if self._allocator.window_pages is not None:
             self._allocator.window_pages.settle(request, len(request.prompt), decodes=False)
-        self._advance(request.key, Event.SAMPLED)
         if first.finish:
             self.abort(request.key)
         return Computed(request, chunk.num_tokens, len(request.pages), first)
@@ -535,16 +501,9 @@ class PrefillScheduler:
 
     def check(self) -> None:
         """Prove that every request is where its state says; raises ``InvariantError``."""
-        for key in self.requests:
-            state = self._states[key]
-            invariant((key in self.grammars.waiting) == (state is State.COMPILING), f"{key} is {state}")
-            invariant((key in self._waiting) == (state is State.WAITING), f"{key} is {state}")
-            invariant((key in self._extending) == (state is State.EXTENDING), f"{key} is {state}")
-        invariant(self._states.keys() == self.requests.keys(), "a request has no state, or a state no request")
-        for request in self._extending.values():
+        self._table.check()
+        for request in self._table.extending.values():
             invariant(request.num_computed <= request.num_scheduled <= request.num_tokens, "tokens are miscounted")
-        self._slots.check(self.requests.values())
-        self.grammars.check(list(self.requests.values()))
 
 
 def _ends_here(request: Request) -> bool:

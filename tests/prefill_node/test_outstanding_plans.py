@@ -70,7 +70,7 @@ def test_a_late_result_of_a_retracted_request_is_dropped_after_its_readmission()
     assert node.scheduler.take_effects() == [Retracted(low.key)]
     assert pages & set(urgent.pages), "the second step runs after the first, and may overwrite its pages"
     assert commit(node, first) == []
-    assert (low.output, node.scheduler._states[low.key]) == ([], State.WAITING)
+    assert (low.output, node.scheduler._table.states[low.key]) == ([], State.WAITING)
     assert commit(node, second) == [("urgent", 12, True)]
     node.scheduler.release(urgent.key)
     assert commit(node, plan_of(node)) == [("low", 12, True)]

@@ -100,7 +100,7 @@ def test_the_newest_of_the_least_urgent_prompts_is_retracted() -> None:
         node.step(is_sent=False)
     node.submit("urgent", 16, 50)
     node.step()
-    assert {key[0] for key in node.scheduler._waiting} == {"lower"}
+    assert {key[0] for key in node.scheduler._table.waiting} == {"lower"}
     assert [decided.action for decided in node.scheduler.decisions.last(3, node.now)] == ["retract", "admit", "wait"]
     assert node.run() == ["low", "middle", "lower", "urgent", "lower"]
 
@@ -127,7 +127,7 @@ def test_a_prompt_that_lacks_both_takes_a_slot_first_and_no_more_pages_than_it_n
     node.step()
     node.submit("urgent", 32, 50)
     assert node.step() == [("urgent", 8)]
-    assert {key[0] for key in node.scheduler._waiting} == {"slow"}
+    assert {key[0] for key in node.scheduler._table.waiting} == {"slow"}
 
 
 def test_no_request_is_retracted_if_the_pages_would_not_be_enough() -> None:
@@ -138,7 +138,7 @@ def test_no_request_is_retracted_if_the_pages_would_not_be_enough() -> None:
     node.step(is_sent=False)
     node.submit("urgent", 40, 50)  # 10 pages; without low there are 6
     assert node.step(is_sent=False) == []
-    assert {key[0] for key in node.scheduler._waiting} == {"urgent"}
+    assert {key[0] for key in node.scheduler._table.waiting} == {"urgent"}
     assert node.scheduler.totals()["preemptions"] == 0
 
 
@@ -224,7 +224,7 @@ def test_a_granted_prompt_takes_pages_from_ungranted_ones_of_any_priority() -> N
     granted = node.submit("granted", 16, 0)
     node.granted.add(granted.key)
     node.step()
-    assert {key[0] for key in node.scheduler._waiting} == {"high"}
+    assert {key[0] for key in node.scheduler._table.waiting} == {"high"}
     assert node.run() == ["granted", "high"]
 
 
@@ -236,7 +236,7 @@ def test_a_prompt_that_needs_no_decode_node_takes_pages_from_computed_ones_that_
     node.submit("blocked", 16)
     node.submit("single", 12, new=1)
     assert node.step() == [("single", 12)]
-    assert {key[0] for key in node.scheduler._waiting} == {"new", "blocked"}
+    assert {key[0] for key in node.scheduler._table.waiting} == {"new", "blocked"}
     assert node.scheduler.totals()["preemptions"] == 0
 
 

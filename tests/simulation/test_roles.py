@@ -255,7 +255,7 @@ def test_a_prompt_that_is_computed_again_comes_before_its_equals_on_the_prefill_
         cluster.submit(rid, prompt_of(12), sampling(4), priority=priority)
     prefill.role.on_peer("d" * 32, Resume("lost", RESUMED, prompt_of(12), timeout_s=9.0), 0.0)
     scheduler = prefill.role._scheduler
-    in_order = scheduler._ordering.sort(list(scheduler._waiting.values()), 0.0)
+    in_order = scheduler._ordering.sort(list(scheduler._table.waiting.values()), 0.0)
     assert [request.rid for request in in_order] == ["urgent", "lost", "a", "b"]
 
 
