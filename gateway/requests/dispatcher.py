@@ -163,6 +163,8 @@ class Dispatcher:
             flight = InFlightRequest(stream, pool, timer, pairs)
             flights.append(flight)
             self._in_flight[request.rid] = flight
+            if request.adapter:
+                self._in_flight.count_adapter(request)
         num_able = min(self._capacity(pool), len(flights)) if is_idle else 0
         num_sent = _num_in_turn([flight.stream.request.prompt for flight in flights[:num_able]])
         if num_sent < len(flights):

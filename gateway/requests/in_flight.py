@@ -9,7 +9,7 @@ import msgspec
 from common.request import Request
 from common.wire.messages import EndReason, Failed, Generate, Moved, Sample, Spans, Tokens
 from gateway.requests.attempts.recovery import Recovery
-from gateway.requests.input.generate_request import client_rid
+from gateway.requests.input.generate_request import GenerateRequest, client_rid
 from gateway.requests.output_processor import OutputStream
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import Worker
@@ -156,18 +156,16 @@ class InFlightTable(dict[str, InFlightRequest]):
         self._at: dict[str, dict[str, InFlightRequest]] = {}  # by node and rid
         self._num_with: Counter[tuple[str, str]] = Counter()  # by model and adapter
 
-    def __setitem__(self, rid: str, flight: InFlightRequest) -> None:
-        super().__setitem__(rid, flight)
-        request = flight.stream.request
-        if request.adapter:
-            self._num_with[request.model, request.adapter] += 1
-
     def __delitem__(self, rid: str) -> None:
         request = self[rid].stream.request
         self.place(self[rid], ())
         super().__delitem__(rid)
         if request.adapter:
             self._num_with -= Counter([(request.model, request.adapter)])
+
+    def count_adapter(self, request: GenerateRequest) -> None:
+        """Count a request with an adapter that has entered the table."""
+        self._num_with[request.model, request.adapter] += 1
 
     def place(self, flight: InFlightRequest, nodes: tuple[str, ...]) -> None:
         """Sets the nodes that work on a request."""

@@ -329,7 +329,9 @@ def _plain_message(message: ChatMessage, form: MessageForm, param: str) -> dict[
         plain["tool_calls"] = [_plain_call(call, form) for call in message.tool_calls]
     if message.tool_call_id is not None:
         plain["tool_call_id"] = _call_id(message.tool_call_id, form)
-    reasoning = value_of_either(message, "reasoning_content", "reasoning", f"{param}.")
+    reasoning = message.reasoning_content
+    if message.reasoning is not None:
+        reasoning = value_of_either(message, "reasoning_content", "reasoning", f"{param}.")
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
         if form.has_thinking and (is_of_calls_alone or not message.tool_calls):

@@ -398,11 +398,15 @@ class InputProcessor:
         prefix: str,
     ) -> GenerateRequest:
         maximum_name = "max_tokens" if params.max_new_tokens is None else "max_new_tokens"
-        given: int | None = value_of_either(params, "max_new_tokens", "max_tokens", prefix)
+        given = params.max_new_tokens
+        if params.max_tokens is not None:
+            given = value_of_either(params, "max_new_tokens", "max_tokens", prefix)
         maximum = max_output_tokens(given, len(prompt), context.limits, NATIVE_MAX_TOKENS, prefix + maximum_name)
         minimum_name = "min_tokens" if params.min_new_tokens is None else "min_new_tokens"
-        value_of_either(params, "min_new_tokens", "min_tokens", prefix)
-        params.seed = value_of_either(params, "seed", "sampling_seed", prefix)
+        if params.min_tokens is not None:
+            value_of_either(params, "min_new_tokens", "min_tokens", prefix)
+        if params.sampling_seed is not None:
+            params.seed = value_of_either(params, "seed", "sampling_seed", prefix)
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         sampling = _sampling_params(
             params, context.limits, max_new_tokens=maximum, minimum=minimum_name, logprobs=logprobs, prefix=prefix
@@ -415,7 +419,9 @@ class InputProcessor:
         context: _Context, rid: str, prompt: Sequence[int], sampling: SamplingParams, options: SamplingFields,
         prefix: str = "",
     ) -> GenerateRequest:  # fmt: skip
-        prompt = tuple(prompt)
+        prompt, keep_stop = tuple(prompt), options.include_stop_str_in_output
+        if options.no_stop_trim is not None:
+            keep_stop = value_of_either(options, "include_stop_str_in_output", "no_stop_trim", prefix)
         if context.bad_words or context.output is not PLAIN_TEXT:
             sampling = _bound(sampling, context)
         return GenerateRequest(
@@ -424,7 +430,7 @@ class InputProcessor:
             prompt=prompt,
             sampling=sampling,
             model=context.model.name,
-            keep_stop=bool(value_of_either(options, "include_stop_str_in_output", "no_stop_trim", prefix)),
+            keep_stop=bool(keep_stop),
             stops=_stop_strings(options.stop, f"{prefix}stop") if options.stop else (),
             output_format=context.output.output_format,
             grammar_param=context.output.param,

@@ -137,6 +137,8 @@ def test_a_table_counts_the_requests_of_an_adapter_and_forgets_adapters_without_
     table = InFlightTable()
     for rid, adapter in ("a", "law@1"), ("b", "law@1"), ("c", "sql@1"), ("d", ""):
         table[rid] = in_flight(rid, adapter)
+        if adapter:
+            table.count_adapter(table[rid].stream.request)
     assert [table.num_with("m", adapter) for adapter in ("law@1", "sql@1", "law@2")] == [2, 1, 0]
     assert table.num_with("other", "law@1") == 0
     for rid in "acd":

@@ -6,6 +6,8 @@ import contextlib
 import pytest
 from support.gateway.fake_nodes import echo, running, silent
 
+from gateway.requests.input.generate_request import client_rid
+
 
 @contextlib.asynccontextmanager
 async def full(folder, *, lookahead=0, nodes=None, **config):
@@ -63,7 +65,7 @@ def as_list(body):
 
 
 def order_at(node):
-    return list(node.generates)
+    return [client_rid(rid) for rid in node.generates]
 
 
 async def let_all_go(stack, *calls):
