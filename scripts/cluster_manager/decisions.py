@@ -91,7 +91,7 @@ def plan(desired: Desired, instances: Sequence[Instance], now: float) -> list[Ac
     """The actions that are due. It may be called at any time, and repeats nothing that is under way."""
     actions: list[Action] = [Discard(found.name) for found in instances if found.phase is Phase.GONE]
     staying = [found for found in instances if found.is_staying]
-    upgraded = _role_to_upgrade(desired, staying, now)
+    upgraded = _role_to_upgrade(desired, staying)
     for role in ROLES:
         mine = [found for found in staying if found.role == role]
         if role == upgraded:
@@ -102,17 +102,13 @@ def plan(desired: Desired, instances: Sequence[Instance], now: float) -> list[Ac
     return actions
 
 
-def _role_to_upgrade(desired: Desired, staying: Sequence[Instance], now: float) -> Role | None:
-    """The first role that has instances of an older revision, once all of the roles before it are ready.
-
-    Instances without room do not count, as long as another one of their role is ready.
-    """
+def _role_to_upgrade(desired: Desired, staying: Sequence[Instance]) -> Role | None:
+    """The first role that has instances of an older revision, once all of the roles before it are ready."""
     for role in ROLES:
         mine = [found for found in staying if found.role == role and not found.is_silent]
         if desired.counts[role] > 0 and any(found.revision < desired.revision for found in mine):
             return role
-        late = [found for found in mine if found.phase is not Phase.READY]
-        if late and (late == mine or not all(_lacks_room(desired, found, now) for found in late)):
+        if any(found.phase is not Phase.READY for found in mine):
             return None
     return None
 
@@ -172,7 +168,8 @@ def _upgrade_step(
     """One step of a rolling upgrade of a group: one more of the new revision, and when it is ready, one old fewer.
 
     Where there is no room for one more, an old one is stopped first. If that one had no room either, another one of the
-    new revision waits in its place, and the next old one follows.
+    new revision waits in its place, and the next old one follows. While another group waits for room, no ready one is
+    stopped, since that group might get its room.
     """
     role, count = mine[0].role, desired.counts[mine[0].role]
     usable = [found for found in mine if not found.is_silent]
@@ -185,7 +182,8 @@ def _upgrade_step(
     if not all(_lacks_room(desired, found, now) for found in pending):
         return []
     if len(usable) > count:
-        return [Stop(old[0].name)]
+        others_wait = any(found.phase is Phase.PLACING and found.role != role for found in staying)
+        return [] if pending and others_wait and old[0].phase is Phase.READY else [Stop(old[0].name)]
     return [Start(role)] if _may_start(desired, role, staying, now) else []
 
 

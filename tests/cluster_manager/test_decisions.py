@@ -185,10 +185,13 @@ def test_a_group_is_upgraded_once_those_before_it_are_ready() -> None:
     assert plan(desired(revision=2), [one("gateway-1", READY, 2), *SETTLED[1:]], 0.0) == [Start("prefill")]
 
 
-def test_a_group_is_upgraded_although_one_before_it_has_no_room_for_all() -> None:
-    found = [one("gateway-1", revision=2), one("gateway-2", PLACING, 2), *SETTLED[1:]]
-    assert plan(desired(gateway=2, revision=2), found, 19.9) == []
-    assert plan(desired(gateway=2, revision=2), found, 20.0) == [Start("prefill")]
+def test_no_ready_one_is_stopped_for_room_that_another_group_waits_for() -> None:
+    before = [one("gateway-1", revision=2), one("prefill-0"), one("prefill-1", PLACING, 2)]
+    assert plan(desired(revision=2), [*before, one("decode-0"), one("decode-1")], 20.0) == [Stop("prefill-0")]
+    without_room = [one("decode-0"), one("decode-1", PLACING)]
+    assert plan(desired(revision=2), [*before, *without_room], 20.0) == []
+    before[2] = one("prefill-1", READY, 2)
+    assert plan(desired(revision=2), [*before, *without_room], 20.0) == [Stop("prefill-0")]
 
 
 def test_an_upgrade_that_does_not_start_leaves_the_old_ones_alone() -> None:
