@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from common.config.options import check_unset
 from common.errors import ConfigError
 from scripts.load_tester.analysis import metrics, validity
 from scripts.load_tester.analysis.output_check import compare_outputs, read_expected
@@ -27,7 +28,7 @@ from scripts.load_tester.client.ipc import Progress
 from scripts.load_tester.client.metrics_scraper import MetricsScraper
 from scripts.load_tester.client.request_headers import RequestHeaders, client_setup, common_headers
 from scripts.load_tester.client.server_info import UNKNOWN_VOCAB, ServerInfo, fetch_server_info, flush_cache
-from scripts.load_tester.config import LoadtestConfig
+from scripts.load_tester.config import LoadtestConfig, has_limits
 from scripts.load_tester.reporting.report import Report, config_figures
 from scripts.load_tester.workload.plan import Plan, make_plan
 from scripts.load_tester.workload.planned_request import PlannedRequest, ideal_cached_tokens
@@ -38,6 +39,18 @@ from scripts.load_tester.workload.session_sampling import make_rng
 OnProgress = Callable[[Sequence[Progress], Plan], None]
 NOT_STREAMED = "responses are not streamed: all tokens of a response count as received at its end"
 FIGURES = 99  # the stream of the seed that bootstraps use
+
+
+def _check_limits(config: LoadtestConfig, plan: Sequence[PlannedRequest]) -> None:
+    """Check what the options ask for against the limits in a trace. Raises ConfigError."""
+    if not config.stream and any(planned.slos for planned in plan):
+        raise ConfigError(
+            "--no-stream: lines of the trace have slo_ttft_ms or slo_itl_ms, but all tokens come at the end; use"
+            " deadline_ms"
+        )
+    has_own = config.slos or has_limits(config.mix)
+    if not has_own and not any(planned.slos or planned.deadline_ms is not None for planned in plan):
+        check_unset(config, ("slo_attainment",), "needs a limit: neither the options nor the trace have any")
 
 
 def run_load(
@@ -80,6 +93,8 @@ class _Run:
         try:
             await pool.start()  # the processes import while the plan is made here
             self._plan = make_plan(config)
+            if config.trace:
+                _check_limits(config, [planned for session in self._plan.sessions for planned in session])
             await self._fit(pool, headers)
             tokenizer = read_tokenizer(config.tokenizer) if config.tokenizer else None
             # Nothing is asked of the server before the user's files have been read.

@@ -28,6 +28,7 @@ from scripts.load_tester.workload.schedule import MAX_SECONDS
 
 UNIT_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 MOONCAKE_TOKENS, QWEN_TOKENS = 512, 16
+MAX_LIMIT_MS = 86_400_000  # of a deadline or objective, as in requests
 MAX_PER_MS = 0.2  # requests; whole numbers that come closer together are rather seconds than milliseconds
 NEARLY_ALL, UNEVEN = 0.9, 0.05  # share of gaps that must be multiples of a tick, and the tolerance
 
@@ -344,18 +345,21 @@ def _planned(number: int, row: TraceRow, at: float, trace: Trace, replay: Replay
 
 def _priority_fields(extra: dict[str, Any]) -> dict[str, Any]:
     """Priority, deadline and objectives of a user's own request; values of a wrong type only go to the server."""
-    priority, deadline_ms = extra.get("priority"), extra.get("deadline_ms")
+    priority = extra.get("priority")
     if type(priority) is not int or abs(priority) > MAX_PRIORITY:
         priority = None
-    if type(deadline_ms) not in (int, float):
-        deadline_ms = None
     fields = {"ttft": "slo_ttft_ms", "itl": "slo_itl_ms"}
+    limits = {key: extra[key] for key in ("deadline_ms", *fields.values()) if _is_limit(extra.get(key))}
     return {
         "priority": priority,
-        "deadline_ms": deadline_ms,
+        "deadline_ms": limits.get("deadline_ms"),
         "priority_class": _text(extra.get("priority_class")),
-        "slos": tuple((name, extra[key] / 1e3) for name, key in fields.items() if type(extra.get(key)) in (int, float)),
+        "slos": tuple((name, limits[key] / 1e3) for name, key in fields.items() if key in limits),
     }
+
+
+def _is_limit(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= MAX_LIMIT_MS
 
 
 def _scaled(length: int, scale: float, most: int | None, flag: str = "--length-scale") -> int:
