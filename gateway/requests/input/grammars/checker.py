@@ -23,14 +23,14 @@ NUM_PROCESSES = 2
 MAX_CHECKED = 256
 #: Grammars that wait for a process or are in one; for further ones the client gets 429.
 MAX_PENDING = 64
-#: The longest time that a grammar waits for a process, and the processor time that it may take there.
-MAX_WAIT_S, COMPILE_TIMEOUT_S = 10.0, 10.0
+#: The longest time that a grammar waits for a process, and that it may take there.
+MAX_WAIT_S, COMPILE_TIMEOUT_S = 20.0, 10.0
 _COMPILER = "gateway.requests.input.grammars.compiler"
 #: A line of an answer. A character of a Lark text may take six bytes.
 _MAX_LINE_BYTES = 4 << 20
 #: How a process ends on account of its grammar: it exceeded its time, its memory, or its stack.
 _ENDINGS = {
-    -signal.SIGPROF: f"takes more than {COMPILE_TIMEOUT_S:g} s to compile; simplify it",
+    -signal.SIGALRM: f"takes more than {COMPILE_TIMEOUT_S:g} s to compile; simplify it",
     -signal.SIGABRT: "takes too much memory to compile; simplify it",
     -signal.SIGSEGV: "takes too large a stack to compile; simplify it",
 }

@@ -7,7 +7,7 @@ text, as llguidance reads it. A text that does not compile is refused with the f
 
 As a process of its own, it reads one ``StructuredOutput`` a line and writes one ``GrammarAnswer`` a line, both JSON.
 llguidance cannot be interrupted, and a grammar of a few hundred bytes can take it hours, or all memory. So the process
-limits its memory, and the processor time for each grammar to SECONDS; the kernel ends it when a grammar exceeds one.
+limits its memory, and the time for each grammar to SECONDS; the kernel ends it when a grammar exceeds one.
 """
 
 import contextlib
@@ -60,9 +60,9 @@ def main(timeout_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with deep_threads(1) as threads, contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:
-            signal.setitimer(signal.ITIMER_PROF, timeout_s)  # SIGPROF ends the process
+            signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM ends the process
             answer = threads.submit(_answer, line).result()
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
             sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
             sys.stdout.buffer.flush()
 
