@@ -101,10 +101,9 @@ class LocalPrefill:
         if not self._queue.may_share_prefix(request):
             return False
         holder = sharing.holder_of(request, self._cache)
-        if holder is None or not self._ordering.waits_for(request, holder):
-            return False
-        self._queue.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
-        return True
+        if holder is not None:
+            self._queue.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
+        return holder is not None
 
     def _begin(self, request: Request, now: float, *, has_passed: bool) -> None:
         """Put a request that the adder has admitted into a slot."""

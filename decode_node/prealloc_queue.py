@@ -190,7 +190,8 @@ class PreallocQueue:
 
     def sharing(self) -> InBatchPrefixes:
         """The prefixes that are being computed here and that other requests may wait for."""
-        return InBatchPrefixes(self._reservations.page_size, self._limits.sharing, self._table.extending.values())
+        computing, comes_first = self._table.extending.values(), self._ordering.comes_first
+        return InBatchPrefixes(self._reservations.page_size, self._limits.sharing, computing, comes_first=comes_first)
 
     # ---- grants -----------------------------------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ class Preemptor:
                 return True
             if not self._queue.may_share_prefix(request):
                 return False
-            return self._ordering.waits_for(request, self._queue.sharing().holder_of(request, self._cache))
+            return self._queue.sharing().holder_of(request, self._cache) is not None
         return self._queue.is_full_for(request) or self._queue.waits_for_prefix(request)
 
     def retract(self, request: Request, now: float, reason: str, *args: object) -> None:

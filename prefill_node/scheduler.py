@@ -224,6 +224,9 @@ class PrefillScheduler:
         urgent = self._preempt(granted, now)
         adder = self._adder()
         admitted = self._fill(adder, urgent, granted, now)
+        if not adder.chunks and not self._table.extending and (urgent := self._make_room_for_ending_here(now)):
+            adder = self._adder()
+            admitted = self._fill(adder, urgent, granted, now)
         if not adder.chunks:
             return None
         self._totals["budget_tokens"] += self._limits.chunk_tokens or self._limits.max_prefill_tokens
@@ -287,7 +290,7 @@ class PrefillScheduler:
                 may_pass.discard(request.key)
                 if not begun_left and not may_pass:
                     break
-            elif (holder := sharing.holder_of(request, self._cache)) and self._ordering.waits_for(request, holder):
+            elif holder := sharing.holder_of(request, self._cache):
                 self.decisions.note_wait(now, request.rid, "for its prefix, which {} computes", holder.rid)
             elif (result := adder.add_one_req(request, most=most)) is AddResult.NO_TOKEN:
                 skip_ahead.refuse(request)
@@ -320,7 +323,8 @@ class PrefillScheduler:
         self.decisions.note(now, request.rid, "admit", reason, request.num_to_compute, request.num_tokens)
 
     def _sharing(self) -> InBatchPrefixes:
-        return InBatchPrefixes(self._cache.page_size, self._limits.sharing, self._table.extending.values())
+        computing, comes_first = self._table.extending.values(), self._ordering.comes_first
+        return InBatchPrefixes(self._cache.page_size, self._limits.sharing, computing, comes_first=comes_first)
 
     def chunks(self, plan: StepPlan) -> list[Chunk]:
         """The chunks of the plan that was made last."""
@@ -346,45 +350,32 @@ class PrefillScheduler:
                 return request
         if kept is not None:
             return kept
-        if not self._table.waiting:
+        if not self._ordering.rules.is_enabled or not self._table.waiting:
             return None
-        if self._ordering.rules.is_enabled:
-            self._preempt_by_priority(now)
-        return self._preempt_for_ending_here(now)
-
-    def _preempt_by_priority(self, now: float) -> None:
         ungranted = self._ungranted()
         if self._ordering.may_preempt_any(self._table.waiting.highest_priority, ungranted):
             first = self._ordering.sort(list(self._table.waiting.values()), now)[0]
             weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim, now)]
             if weaker and self._lacks_only_room(first):
                 self._preempt_for_first(first, weaker, now)
+        return None
 
-    def _preempt_for_ending_here(self, now: float) -> Request | None:
+    def _make_room_for_ending_here(self, now: float) -> Request | None:
         """Retract computed prompts that wait for decode nodes, so that a prompt fits that needs none; returns it.
 
-        The decode nodes may be full for as long as they like. No more urgent prompt is retracted.
+        Call it when the node is idle, which it would stay for as long as the decode nodes are full.
         """
-        ending_here = filter(_ends_here, self._table.waiting.values())
-        request = max(ending_here, key=self._ordering.effective_priority, default=None)
-        if request is None or not self._table.num_free_slots:
+        waiting = self._ordering.sort(list(self._table.waiting.values()), now)
+        request = next(filter(_ends_here, waiting), None)
+        if request is None or not self._lacks_only_room(request):
             return None
-        candidates = [
-            victim
-            for victim in self._ungranted()
-            if victim.key in self._table.sending and not self._ordering.is_more_urgent(victim, request)
-        ]
-        if not candidates or self._fits(request) or not self._lacks_only_room(request):
-            return None
-        if not self._retract_for(request, candidates, now, "its pages go to {}, which needs no decode node"):
-            return None
-        self._made_room_for = request.key
-        return request
+        candidates = [victim for victim in self._ungranted() if not self._ordering.is_more_urgent(victim, request)]
+        return request if self._retract_for(request, candidates, now, "its pages go to {}, which ends here") else None
 
     def _lacks_only_room(self, request: Request) -> bool:
         """Whether a waiting request would begin now if it had a slot and pages."""
         may_begin = self._long_prompts.may_begin(request, self._table.extending.values(), self._cache)
-        return may_begin and not self._ordering.waits_for(request, self._sharing().holder_of(request, self._cache))
+        return may_begin and self._sharing().holder_of(request, self._cache) is None
 
     def _ungranted(self) -> list[Request]:
         """Requests that may be retracted, least urgent first."""

@@ -9,7 +9,7 @@ Two prompts share at least n tokens exactly if their first n tokens are equal, s
 few values of n occur: one for each number of cached pages up to the limit.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from common.cache.radix_cache import RadixCache
@@ -44,9 +44,22 @@ def prefix_limits_from_environ(environ: Mapping[str, str]) -> InBatchPrefixLimit
 
 
 class InBatchPrefixes:
-    """The prefixes of prompts that are being computed, which other requests may wait for."""
+    """The prefixes of prompts that are being computed, which other requests may wait for.
 
-    def __init__(self, page_size: int, limits: InBatchPrefixLimits, computing: Iterable[Request] = ()) -> None:
+    Args:
+        computing: the requests of these prompts.
+        comes_first: whether a request comes before another one, which it then does not wait for.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        limits: InBatchPrefixLimits,
+        computing: Iterable[Request] = (),
+        *,
+        comes_first: Callable[[Request, Request], bool | None] = lambda request, other: False,
+    ) -> None:
+        self._comes_first = comes_first
         self._page_size = page_size
         self._limits = limits
         # Required length of the shared prefix in bytes of packed tokens, by number of cached pages.
@@ -72,7 +85,9 @@ class InBatchPrefixes:
         else:
             key = packed_tokens(request, request.num_cacheable)
             holder = self._holder(key, request.salt, cache.match(key, request.salt).num_tokens)
-        return holder if holder is not None and adds_to_cache(cache, holder) else None
+        if holder is None or self._comes_first(request, holder) or not adds_to_cache(cache, holder):
+            return None
+        return holder
 
     def defer_or_add(self, request: Request) -> bool:
         """Whether a waiting request should wait for one added before; if not and little of it is cached, add it."""
@@ -89,7 +104,9 @@ class InBatchPrefixes:
         for num_bytes in self._needed:
             if num_bytes > len(key):
                 break
-            holders.setdefault((salt, key[:num_bytes]), request)
+            holder = holders.setdefault((salt, key[:num_bytes]), request)
+            if holder is not request and self._comes_first(request, holder):
+                holders[salt, key[:num_bytes]] = request
 
     def _holder(self, key: TokenKey, salt: str, num_cached: int) -> Request | None:
         if num_cached > self._limits.max_cached:

@@ -124,10 +124,6 @@ class RequestOrdering:
         difference = self.effective_priority(request) - self.effective_priority(other)
         return difference > 0 if difference else None
 
-    def waits_for(self, request: Request, holder: Request | None) -> bool:
-        """Whether a request waits for the one that computes its prefix: never for one that comes after it."""
-        return holder is not None and not self.comes_first(request, holder)
-
     # ---- preemption -------------------------------------------------------------------------------------------------
 
     def may_preempt(self, waiting: Request, running: Request, now: float) -> bool:

@@ -240,6 +240,17 @@ def test_a_prompt_that_needs_no_decode_node_takes_pages_from_computed_ones_that_
     assert node.scheduler.totals()["preemptions"] == 0
 
 
+def test_a_prompt_that_needs_no_decode_node_takes_no_pages_while_another_one_fits() -> None:
+    node = Node(num_pages=10, chunk=None)
+    node.submit("computed", 16)
+    node.step(is_sent=False)
+    node.submit("fits", 24)
+    node.submit("single", 28, new=1)
+    assert node.step(is_sent=False) == [("fits", 24)]
+    assert node.step() == [("single", 28)]
+    assert {key[0] for key in node.scheduler._table.waiting} == {"computed", "fits"}
+
+
 def test_a_prompt_that_needs_no_decode_node_takes_no_pages_from_more_urgent_ones() -> None:
     node = Node(num_pages=8, chunk=None)
     node.submit("urgent", 32, 1)

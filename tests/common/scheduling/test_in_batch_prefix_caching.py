@@ -12,11 +12,13 @@ from support.scheduling.waiting_requests import PAGE_SIZE, TOKENS, cache_with, r
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import adds_to_cache
-from common.config.scheduling import POLICIES
+from common.config.scheduling import POLICIES, PriorityRules
 from common.errors import ConfigError
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes, InBatchPrefixLimits, prefix_limits_from_environ
+from common.scheduling.ordering import RequestOrdering
+from common.scheduling.policies.base import FirstComeFirstServed
 
 
 def sharing(*computing: Request) -> InBatchPrefixes:
@@ -138,3 +140,13 @@ def test_samples_of_one_local_prompt_compute_it_once() -> None:
     cluster.run()
     assert {answer.output for answer in cluster.answers.values()} == {expected_output(prompt, 6)}
     assert cluster.counters(cluster.decode[0])["prompt_tokens_computed"] == 200 + 3 * 8
+
+
+def test_a_prefix_is_awaited_only_from_a_request_that_does_not_come_later() -> None:
+    order = RequestOrdering(FirstComeFirstServed(), PriorityRules(is_enabled=True))
+    cache = RadixCache(PageAllocator(100), PAGE_SIZE)
+    low, high, other, urgent = (request(*range(20), priority=priority) for priority in (0, 5, 0, 9))
+    for computing in ([low, high], [high, low]):
+        busy = InBatchPrefixes(PAGE_SIZE, InBatchPrefixLimits(4, 8), computing, comes_first=order.comes_first)
+        assert busy.holder_of(other, cache) is high
+        assert busy.holder_of(urgent, cache) is None

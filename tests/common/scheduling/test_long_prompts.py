@@ -119,6 +119,20 @@ def test_a_more_urgent_prompt_does_not_share_with_a_less_urgent_long_one() -> No
     assert at.step() == [("long", 16)]
 
 
+@pytest.mark.parametrize("first", [5000, 9000])
+def test_an_urgent_prompt_does_not_wait_for_a_less_urgent_long_one_that_computes_its_prefix(first: int) -> None:
+    rules = PriorityRules(is_enabled=True, preemption_threshold=2)
+    node = PrefillNode(num_pages=300, chunk=16, rules=rules, long_prompts=LongPromptLimits(threshold=40))
+    node.submit("less urgent", 64, 0, first=5000)
+    node.step()
+    node.submit("long", 200, 9)
+    node.step()
+    node.submit("short", 24, 9, first=first)
+    for _ in range(5):
+        node.step()
+    assert node.done == ["short"]
+
+
 def test_a_step_of_one_prompt_and_a_chunk_of_one_page_share_nothing() -> None:
     for options in ({"max_requests": 1}, {"chunk": PAGE}):
         at = PrefillNode(rules=OFF, **{"chunk": CHUNK, **options})
