@@ -117,7 +117,7 @@ class PrefillRole:
         if isinstance(message, Connect):
             if not (message.resumes or message.beside):
                 self._end_resumed(peer)
-            self._sender.connect(peer, message)
+            self._sender.on_message(peer, message, now)
         elif isinstance(message, Resume):
             self._resume(peer, message, now)
         elif isinstance(message, Reprioritize):

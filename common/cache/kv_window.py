@@ -138,10 +138,6 @@ class KVWindow:
         return num_tokens // self.page_size if self.is_cached(num_tokens) else self.first_held(num_tokens)
 
 
-#: For a model with a layer that sees all tokens, where page sizes do not matter.
-NO_WINDOW = KVWindow(1)
-
-
 def ring_table(ring: Sequence[int], num_pages: int) -> list[int]:
     """The page table of ``num_pages`` entries that repeats the pages of ``ring`` in order."""
     return list(islice(cycle(ring), num_pages))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.cache.kv_window import NO_WINDOW, KVWindow
+from common.cache.kv_window import KVWindow
 from common.errors import ConfigError
 from common.request import Request
 
@@ -40,8 +40,8 @@ def ratio_constants_from_environ(environ: Mapping[str, str]) -> RatioConstants:
     """The defaults, overridden by ``BATON_*`` variables. Raises ConfigError for an invalid value."""
     default = RatioConstants()
     return RatioConstants(
-        initial=_number(environ, "BATON_INIT_NEW_TOKEN_RATIO", default.initial, 0.0, 1.0),
-        lowest_factor=_number(environ, "BATON_MIN_NEW_TOKEN_RATIO_FACTOR", default.lowest_factor, 0.0, 1.0),
+        initial=_share_from_environ(environ, "BATON_INIT_NEW_TOKEN_RATIO", default.initial),
+        lowest_factor=_share_from_environ(environ, "BATON_MIN_NEW_TOKEN_RATIO_FACTOR", default.lowest_factor),
         decay_steps=count_from_environ(environ, "BATON_NEW_TOKEN_RATIO_DECAY_STEPS", default.decay_steps, 1),
         retract_steps=count_from_environ(environ, "BATON_RETRACT_DECODE_STEPS", default.retract_steps, 0),
         clip=count_from_environ(environ, "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION", default.clip, 1),
@@ -98,20 +98,18 @@ def expected_room(request: Request, ratio: float, clip: int, kv_window: KVWindow
     return min(num_left, kv_window.room_left(request)) if kv_window.is_bounded else num_left
 
 
-def expected_tokens(requests: Iterable[Request], ratio: float, clip: int, kv_window: KVWindow = NO_WINDOW) -> int:
+def expected_tokens(requests: Iterable[Request], ratio: float, clip: int, kv_window: KVWindow) -> int:
     """Tokens of room that all these requests together are still expected to need, rounded up."""
-    if kv_window.is_bounded:
-        return math.ceil(sum(expected_room(request, ratio, clip, kv_window) for request in requests))
-    return math.ceil(sum(expected_left(request, ratio, clip) for request in requests))
+    return math.ceil(sum(expected_room(request, ratio, clip, kv_window) for request in requests))
 
 
-def _number(environ: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
+def _share_from_environ(environ: Mapping[str, str], name: str, default: float) -> float:
     try:
         value = float(environ.get(name, default))
     except ValueError:
         value = math.nan
-    if not low <= value <= high:
-        raise ConfigError(f"{name}={environ[name]} must be a number from {low:g} to {high:g}")
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{name}={environ[name]} must be a number from 0 to 1")
     return value
 
 

@@ -17,6 +17,8 @@ PREFIX_TOKENS = 32
 MIN_OUTPUTS = 4
 #: Outputs that count in a mean.
 WINDOW = 64
+#: Groups that are remembered.
+MAX_GROUPS = 10_000
 
 #: A tenant and the hash of a prompt prefix, or ANY_PREFIX.
 Group = tuple[str, int]
@@ -33,10 +35,9 @@ class _Mean:
 
 
 class OutputLengthPredictor:
-    """Predicts output lengths for one model. Beyond ``max_groups``, the least recently used groups are forgotten."""
+    """Predicts output lengths for one model. Beyond ``MAX_GROUPS``, the least recently used groups are forgotten."""
 
-    def __init__(self, max_groups: int = 10_000) -> None:
-        self._max_groups = max_groups
+    def __init__(self) -> None:
         self._means: OrderedDict[Group, _Mean] = OrderedDict()
 
     def expected(self, tenant: str, prompt: Sequence[int]) -> int:
@@ -59,7 +60,7 @@ class OutputLengthPredictor:
                 mean.count += 1
             if not is_cut or num_output > mean.length:
                 mean.length += (num_output - mean.length) / mean.count
-        while len(self._means) > self._max_groups:
+        while len(self._means) > MAX_GROUPS:
             self._means.popitem(last=False)
 
     def __len__(self) -> int:

@@ -8,7 +8,6 @@ uvicorn parses requests, queues those that a client pipelines, and applies back-
 """
 
 import asyncio
-import logging
 import math
 import os
 import re
@@ -28,8 +27,6 @@ from gateway.http.errors import HttpError
 from gateway.http.formatters.common import encode_json, error_body
 from gateway.http.request_cycle import STALL_S, ConnectionOptions, RequestCycle, http_date, num_read
 from gateway.siblings.connection import BUFFER_BYTES, is_same_user
-
-log = logging.getLogger(__name__)
 
 #: Bytes of a request line and its headers together; more get 431.
 MAX_HEADER_BYTES = 64 << 10

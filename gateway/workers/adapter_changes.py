@@ -9,7 +9,6 @@ An adapter that a node withdraws gets no new requests at any gateway. Each gatew
 requests has it any more, those included that wait or are tried again, so that no request fails.
 """
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 
@@ -19,8 +18,6 @@ from gateway.requests.dispatcher import Dispatcher
 from gateway.workers.pool import WorkerPool
 from gateway.workers.registry import NO_CHANGE, LastChange, Worker
 from gateway.workers.rpc import NodeRpc
-
-log = logging.getLogger(__name__)
 
 #: Names of one model that are remembered as unloaded, beside those that a node still has.
 MAX_UNLOADED = 1_024

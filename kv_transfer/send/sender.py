@@ -86,7 +86,7 @@ class Sender:
 
     # ---- connections --------------------------------------------------------------------------------------------
 
-    def connect(self, peer: str, connect: Connect) -> None:
+    def _on_connect(self, peer: str, connect: Connect) -> None:
         """A decode node offers its pool under a new epoch.
 
         Transfers that the last epoch granted end or, where the decode node says that it will grant them again, wait for
@@ -256,7 +256,7 @@ class Sender:
         elif isinstance(message, AbortTransfer):
             self._on_abort_transfer(peer, (message.rid, message.attempt))
         elif isinstance(message, Connect):
-            self.connect(peer, message)
+            self._on_connect(peer, message)
         else:
             self._totals["stale_messages"] += 1
 

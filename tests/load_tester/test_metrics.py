@@ -241,7 +241,7 @@ def run_of(at: "np.ndarray", lateness: "np.ndarray | float" = 0.0) -> list[Reque
 
 def judged(records: list[RequestRecord], *, lag: float = 0.0, cpu: float = 0.1, **options: object) -> list[str]:
     config = LoadtestConfig(**options)  # type: ignore[arg-type]
-    outcome = LoadResult(finished=[ClientFinished(cpu * 10, 10.0, [lag] * 100, 1, 0)])
+    outcome = LoadResult(finished=[ClientFinished(cpu * 10, 10.0, [lag] * 100, 1)])
     return verdict(records, arrival_check(records, config, True), client_load(outcome, 0.0, 100), config, 0)
 
 
@@ -292,7 +292,7 @@ def test_late_sends_a_slow_loop_a_busy_client_and_missing_requests_are_each_name
     assert "97% of a core" in judged(run_of(POISSON), cpu=0.97, rate="10")[0]
     config = LoadtestConfig(rate="10")
     records = run_of(POISSON)
-    idle = ClientFinished(0.002, 0.0021, [], 0, 0)  # it had no request
+    idle = ClientFinished(0.002, 0.0021, [], 0)  # it had no request
     load = client_load(LoadResult(finished=[idle]), 0.0, 1)
     assert load["busiest"] < 0.01
     assert "3 scheduled requests" in verdict(records, arrival_check(records, config, True), load, config, 3)[0]

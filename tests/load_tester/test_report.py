@@ -338,15 +338,15 @@ def test_the_live_view_of_a_closed_loop_counts_turns() -> None:
     plan = make_plan(LoadtestConfig(concurrency=2, num_requests=5, turns="4"))
     assert (plan.num_sessions, plan.num_requests) == (5, 20)
     assert make_plan(LoadtestConfig(concurrency=2, duration="1s")).num_requests is None
-    bar, *_ = ProgressView().text([Progress(4.0, 2, 10, 0, 0, 0, [], [])], plan).splitlines()
+    bar, *_ = ProgressView().text([Progress(4.0, 2, 10, 0, 0, [], [])], plan).splitlines()
     assert bar.count("█") == 15
 
 
 def test_the_live_view_shows_progress_and_rates() -> None:
     view = ProgressView()
     plan = Plan([], 100, True, 10.0, [], {})
-    view.text([Progress(4.0, 3, 0, 0, 200, 0, [0.05], [0.001]), Progress(4.0, 1, 0, 0, 100, 0, [], [])], plan)
-    ticks = [Progress(5.0, 3, 20, 1, 400, 0, [0.1, 0.25], [0.002, 0.004]), Progress(4.9, 2, 10, 0, 100, 0, [], [])]
+    view.text([Progress(4.0, 3, 0, 0, 200, [0.05], [0.001]), Progress(4.0, 1, 0, 0, 100, [], [])], plan)
+    ticks = [Progress(5.0, 3, 20, 1, 400, [0.1, 0.25], [0.002, 0.004]), Progress(4.9, 2, 10, 0, 100, [], [])]
     bar, requests, first, gap, rate = view.text(ticks, plan).splitlines()
     assert bar == "█" * 15 + "░" * 15 + " 5.0 of 10.0 s"
     assert requests == "requests     30 done, 1 failed, 5 in flight"

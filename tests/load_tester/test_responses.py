@@ -301,7 +301,7 @@ def test_header_names_are_case_insensitive() -> None:
 
 @given(st.lists(st.integers(1, 60), max_size=10))
 def test_messages_arrive_whole_however_a_pipe_cuts_them(sizes: list[int]) -> None:
-    frames = [ClientReady(), RequestsDone([done_of([WHOLE])] * 2), Progress(1.0, 2, 3, 4, 5, 6, [0.5], [0.1])]
+    frames = [ClientReady(), RequestsDone([done_of([WHOLE])] * 2), Progress(1.0, 2, 3, 4, 5, [0.5], [0.1])]
     data = b"".join(map(encode, frames))
     seen: list[Any] = []
     reader = MessageReader(parent_decoder, seen.append, lambda: None)

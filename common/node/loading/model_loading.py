@@ -338,7 +338,6 @@ def _load_message(config: NodeConfig, model: "BaseModelConfig", device: str, num
         overrides=config.overrides,
         trust_remote_code=config.trust_remote_code,
         attention=resolve_attention(config.attention_backend, torch.device(device), layout),
-        page_size=config.page_size,
         num_threads=num_threads,
         log_level=config.log_level,
         log_format=config.log_format,

@@ -37,7 +37,6 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
         implementation: what computes the model at rank 0.
         overrides, trust_remote_code: as for ``ModelSource``.
         attention: resolved name of the backend.
-        page_size: tokens of a page.
     """
 
     rank: int
@@ -49,7 +48,6 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     dtype: str
     weight_dtype: WeightDtype
     attention: str
-    page_size: int
     num_threads: int
     log_level: LogLevel
     log_format: LogFormat

@@ -4,7 +4,6 @@ One thread per connection places the pages; everything else happens in the loop'
 """
 
 import contextlib
-import logging
 import os
 import secrets
 import select
@@ -31,8 +30,6 @@ from kv_transfer.transports.tcp.protocol import (
     tune,
 )
 from kv_transfer.transports.tcp.receive_thread import ReceiveThread, WritePermissions
-
-log = logging.getLogger(__name__)
 
 NUM_CONNECTIONS = 2
 

@@ -8,7 +8,6 @@ reaches the page any more.
 
 import contextlib
 import hmac
-import logging
 import math
 import select
 import socket
@@ -30,8 +29,6 @@ from kv_transfer.transports.tcp.protocol import (
     PayloadMac,
 )
 from kv_transfer.transports.threads import start_thread
-
-log = logging.getLogger(__name__)
 
 _SCRATCH_BYTES = 64 << 10
 _WORTHWHILE_BYTES = 256 << 10

@@ -4,7 +4,6 @@ One thread per connection sends; everything else, acknowledgements included, hap
 """
 
 import contextlib
-import logging
 import math
 import os
 import secrets
@@ -43,8 +42,6 @@ from kv_transfer.transports.tcp.protocol import (
     tune,
 )
 from kv_transfer.transports.tcp.send_thread import SendThread
-
-log = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 10.0
 #: A connection that has not formed by then is dialled again, each time after twice as long: where packets are lost, the

@@ -128,7 +128,7 @@ class ClientProcess:
         client.close()
         self._report_dones()
         cpu_s, wall_s = time.process_time() - self._began_cpu_s, time.monotonic() - self._began_at
-        self._writer.send(ClientFinished(cpu_s, wall_s, list(client.lags), client.num_connections, client.num_unsent))
+        self._writer.send(ClientFinished(cpu_s, wall_s, list(client.lags), client.num_connections))
         self._writer.close()
 
 

@@ -50,7 +50,7 @@ class HttpClient:
         self._timer: asyncio.TimerHandle | None = None
         self._has_all = False
         self.bytes_waiting = 0
-        self.num_done = self.num_failed = self.num_pieces = self.num_connections = self.num_unsent = 0
+        self.num_done = self.num_failed = self.num_pieces = self.num_connections = 0
         self.first_s: list[float] = []
         self.lags = array("d")
 
@@ -258,16 +258,12 @@ class HttpClient:
         """State for the live view; first tokens since the previous call are handed over."""
         first_s, self.first_s = self.first_s, []
         at = time.monotonic() - self._start_at
-        waiting = len(self._scheduled) + len(self._waiting)
         pieces = self.num_pieces + sum(len(exchange.sizes) for exchange in self._in_flight)
         gaps_s = [one.stamps[-1] - one.stamps[-2] for one in self._in_flight if len(one.stamps) > 2]
-        return Progress(
-            at, len(self._in_flight), self.num_done, self.num_failed, pieces, waiting, first_s, gaps_s[:MAX_GAPS]
-        )
+        return Progress(at, len(self._in_flight), self.num_done, self.num_failed, pieces, first_s, gaps_s[:MAX_GAPS])
 
     def stop(self) -> None:
         """End everything now; requests in flight count as halted."""
-        self.num_unsent += len(self._scheduled) + len(self._waiting) + sum(map(len, self._turns.values()))
         for queue in (self._scheduled, self._waiting, self._turns, self._between):
             queue.clear()
         self._has_all = True

@@ -130,7 +130,6 @@ class Progress(Message, frozen=True):
     num_done: int
     num_failed: int
     num_pieces: int
-    num_waiting: int
     first_s: list[float]
     gaps_s: list[float]
 
@@ -147,7 +146,6 @@ class ClientFinished(Message, frozen=True):
     wall_s: float
     lags: list[float]
     num_connections: int
-    num_unsent: int
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -102,14 +102,14 @@ def share_within_ttft(load: LoadSize, costs: Costs, chunk: int) -> float:
     return good / len(load.requests)
 
 
-def prefill_nodes(load: LoadSize, node: NodeModel, chunk: int, factor: float, ttft_s: float = math.inf) -> int:
+def prefill_nodes(load: LoadSize, node: NodeModel, chunk: int, ttft_s: float = math.inf) -> int:
     """Nodes that are busy for a part of their time, and at which few prompts wait for too long."""
     if not load.span_s:
         return 1
     seconds = [prefill_s(one, node.costs, chunk) for one in load.requests]
     mean_s = sum(seconds) / len(seconds)
     variance = sum((value - mean_s) ** 2 for value in seconds) / len(seconds)
-    work = capacity.PromptWork(sum(seconds) * factor / load.span_s, mean_s, variance / mean_s**2 if mean_s else 0.0)
+    work = capacity.PromptWork(sum(seconds) / load.span_s, mean_s, variance / mean_s**2 if mean_s else 0.0)
     return capacity.prefill_nodes(work, ttft_s - mean_s - 2 * node.costs.message_s, utilization=capacity.UTILIZATION)
 
 
@@ -129,12 +129,12 @@ def largest_batch(load: LoadSize, node: NodeModel, itl_s: float, limit: int) -> 
     return capacity.largest_batch(_decode_step_s(node, context), itl_s, room)
 
 
-def decode_nodes(load: LoadSize, node: NodeModel, itl_s: float, limit: int, factor: float) -> int:
+def decode_nodes(load: LoadSize, node: NodeModel, itl_s: float, limit: int) -> int:
     """Nodes so that each runs a part of its largest batch."""
     if not load.span_s:
         return 1
     batch = capacity.planned_batch(largest_batch(load, node, itl_s, limit), capacity.UTILIZATION)
-    num_tokens = sum(one.num_output for one in load.requests) * factor
+    num_tokens = sum(one.num_output for one in load.requests)
     work = capacity.decode_work(num_tokens / load.span_s, _decode_step_s(node, _context(load)), batch)
     return max(1, math.ceil(work))
 
@@ -152,7 +152,6 @@ def colocated_chunk(load: LoadSize, node: NodeModel, itl_s: float, page_size: in
     return chunks[-1]
 
 
-def colocated_nodes(load: LoadSize, node: NodeModel, chunk: int, itl_s: float, limit: int, factor: float) -> int:
+def colocated_nodes(load: LoadSize, node: NodeModel, chunk: int, itl_s: float, limit: int) -> int:
     """Nodes for the work of both kinds."""
-    prefill = prefill_nodes(load, node, chunk, factor)
-    return max(1, prefill + decode_nodes(load, node, itl_s, limit, factor) - 1)
+    return max(1, prefill_nodes(load, node, chunk) + decode_nodes(load, node, itl_s, limit) - 1)

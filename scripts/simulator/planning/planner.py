@@ -114,24 +114,14 @@ class Planner:
 
     Args:
         evaluate: says how a deployment fares under the load times a factor.
-        factors: loads at which separate and colocated nodes are compared, 1 among them.
     """
 
-    def __init__(
-        self,
-        evaluate: Evaluate,
-        load: LoadSize,
-        choices: Choices,
-        *,
-        goal: Goal,
-        factors: Sequence[float] = FACTORS,
-    ) -> None:
+    def __init__(self, evaluate: Evaluate, load: LoadSize, choices: Choices, *, goal: Goal) -> None:
         self._evaluate = evaluate
         self._load = load
         self._choices = choices
         self._objective = load.objective(goal.share)
         self._goal = goal
-        self._factors = factors
 
     def plan(self) -> PlanResult:
         separate, colocated = list(self._separate_starts()), list(self._colocated_starts())
@@ -158,7 +148,7 @@ class Planner:
             for decode_tp in own.decode_tps:
                 if estimate.largest_batch(self._load, own.nodes[decode_tp], itl_s, limit):
                     settings = Settings(prefill_tp, decode_tp, chunk, limit, own.local_prefills[0])
-                    yield self._start(settings, 1.0)
+                    yield self._start(settings)
 
     def _colocated_starts(self) -> Iterator[Deployment]:
         own, itl_s = self._choices, self._objective.itl_s
@@ -169,17 +159,17 @@ class Planner:
             if estimate.share_within_ttft(self._load, node.costs, chunk) < self._goal.share:
                 continue
             if estimate.largest_batch(self._load, node, itl_s, limit):
-                yield self._start(Settings(1, tp, chunk, limit, "always"), 1.0)
+                yield self._start(Settings(1, tp, chunk, limit, "always"))
 
-    def _start(self, settings: Settings, factor: float) -> Deployment:
+    def _start(self, settings: Settings) -> Deployment:
         own, load, itl_s, ttft_s = self._choices, self._load, self._objective.itl_s, self._objective.ttft_s
         chunk, limit = settings.chunk_tokens, settings.batch_limit
         decode = own.nodes[settings.decode_tp]
         if settings.is_colocated:
-            return Deployment(0, estimate.colocated_nodes(load, decode, chunk, itl_s, limit, factor), settings)
+            return Deployment(0, estimate.colocated_nodes(load, decode, chunk, itl_s, limit), settings)
         return Deployment(
-            estimate.prefill_nodes(load, own.nodes[settings.prefill_tp], chunk, factor, ttft_s),
-            estimate.decode_nodes(load, decode, itl_s, limit, factor),
+            estimate.prefill_nodes(load, own.nodes[settings.prefill_tp], chunk, ttft_s),
+            estimate.decode_nodes(load, decode, itl_s, limit),
             settings,
         )
 
@@ -204,7 +194,7 @@ class Planner:
 
         Nodes are whole, so there may be several such points. Then none is sought.
         """
-        rows = [self._row(factor, best, pool) for factor in self._factors]
+        rows = [self._row(factor, best, pool) for factor in FACTORS]
         served = [row for row in rows if row.separate or row.colocated]
         changes = [
             (low, high) for low, high in pairwise(served) if low.is_colocated_cheaper != high.is_colocated_cheaper

@@ -2,6 +2,7 @@
 
 import pytest
 
+from common.cache.kv_window import KVWindow
 from common.errors import ConfigError
 from common.request import Request
 from common.sampling_params import SamplingParams
@@ -53,9 +54,9 @@ def test_after_a_retraction_the_ratio_follows_the_remaining_requests() -> None:
 
 def test_expected_tokens_are_clipped_and_scaled_except_with_ignore_eos() -> None:
     requests = [running(100, 20), running(10_000, 0), running(50, 10, ignore_eos=True)]
-    assert expected_tokens(requests, 0.5, 4096) == 40 + 2048 + 40
-    assert expected_tokens([running(3, 0)], 0.5, 4096) == 2
-    assert expected_tokens([], 0.5, 4096) == 0
+    assert expected_tokens(requests, 0.5, 4096, KVWindow(1)) == 40 + 2048 + 40
+    assert expected_tokens([running(3, 0)], 0.5, 4096, KVWindow(1)) == 2
+    assert expected_tokens([], 0.5, 4096, KVWindow(1)) == 0
 
 
 def test_constants_come_from_the_environment() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.scheduling.output_length_predictor import OutputLengthPredictor
+from common.scheduling.output_length_predictor import MAX_GROUPS, OutputLengthPredictor
 
 CODE, CHAT = [1] * 32, [2] * 32
 
@@ -57,10 +57,10 @@ def test_the_prediction_follows_a_change():
 
 
 def test_the_number_of_groups_is_bounded_and_the_overall_mean_stays():
-    predictor = OutputLengthPredictor(max_groups=10)
-    for i in range(100):
+    predictor = OutputLengthPredictor()
+    for i in range(MAX_GROUPS):
         predictor.learn(f"t{i}", [i], 8, is_cut=False)
-    assert len(predictor) == 10
+    assert len(predictor) == MAX_GROUPS
     assert predictor.expected("another", [1]) == 8
 
 

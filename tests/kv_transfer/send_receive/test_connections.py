@@ -37,7 +37,7 @@ def test_an_incompatible_pair_is_refused_with_an_explanation() -> None:
     }
     for sentence, change in wrong.items():
         pair = TransferPair()
-        pair.sender.connect(DECODE, msgspec.structs.replace(base, **change))
+        pair.sender.on_message(DECODE, msgspec.structs.replace(base, **change), 0.0)
         ((_, refused),), _ = pair.sender.take()
         assert isinstance(refused, AttachFailed if "endpoint" in change else Refused)
         assert sentence in refused.reason
@@ -165,8 +165,8 @@ def test_a_late_fence_of_an_earlier_epoch_does_not_affect_the_current_one(pair: 
 def test_an_old_offer_is_counted_and_ignored(pair: TransferPair) -> None:
     first = pair.receiver.connect(PREFILL)
     second = pair.receiver.connect(PREFILL)
-    pair.sender.connect(DECODE, second)
-    pair.sender.connect(DECODE, first)
+    pair.sender.on_message(DECODE, second, 0.0)
+    pair.sender.on_message(DECODE, first, 0.0)
     pair.settle()
     assert [type(message) for message in pair.to_decode] == [Connected]
     assert pair.sender.counters()["stale_messages"] == 1

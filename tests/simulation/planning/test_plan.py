@@ -169,7 +169,7 @@ def test_estimates_follow_from_tokens_and_costs() -> None:
     assert estimate.share_within_ttft(load, node.costs, 300) == 0.95
     assert load.objective(0.95) == Objective(0.53, math.inf)
     assert load.objective(0.96) == Objective(0.52, math.inf)
-    assert estimate.prefill_nodes(load, node, 300, 1.0) == 2  # 10.4 s of work in 10 s, busy for 70 %
+    assert estimate.prefill_nodes(load, node, 300) == 2  # 10.4 s of work in 10 s, busy for 70 %
     assert estimate.largest_batch(load, node, 0.03, 256) == 14  # 10 ms + 14 ms are 80 % of the objective
     assert estimate.largest_batch(load, node, 0.03, 8) == 8
     assert estimate.largest_batch(load, node, 1.0, 256) == 19  # as many contexts of 1,005 tokens as the pool holds

@@ -45,7 +45,6 @@ def load_of(model: Path, num_ranks: int, **options: Any) -> LoadModel:
         dtype="float32",
         weight_dtype="auto",
         attention="cpu",
-        page_size=16,
         num_threads=1,
         log_level="warning",
         log_format="console",
