@@ -93,8 +93,8 @@ class DecodeRole:
         *,
         cache: RadixCache,
         vocab_size: int,
-        adapters: Container[str] = (),
-        stream_interval: int = 1,
+        adapters: Container[str],
+        stream_interval: int,
     ) -> None:
         self.outbox = Outbox()
         self.stats = RequestStats()

@@ -81,7 +81,7 @@ class PrefillRole:
         *,
         cache: RadixCache,
         vocab_size: int,
-        adapters: Container[str] = (),
+        adapters: Container[str],
     ) -> None:
         self.outbox = Outbox()
         self.stats = RequestStats()

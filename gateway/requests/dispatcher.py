@@ -50,7 +50,7 @@ from gateway.requests.attempts.recovery import AttemptEnd
 from gateway.requests.attempts.trials import begin_trial, end_passed_trial, end_trial
 from gateway.requests.in_flight import InFlightRequest, InFlightTable, Timer, message_key, request_of
 from gateway.requests.input.generate_request import GenerateRequest, client_rid
-from gateway.requests.output_processor import OutputStream, StageReport
+from gateway.requests.output_processor import INTERNAL_ERROR, OutputStream, StageReport
 from gateway.workers.pool import WorkerPool
 from gateway.workers.routing.router import WorkerPair
 
@@ -434,7 +434,7 @@ class Dispatcher:
 
     def fail_internal(self, rid: str) -> bool:
         """Ends a request because handling it raised an unexpected error; False if it is not in flight."""
-        return self._fail_rid(rid, RequestError(ErrorCode.INTERNAL, "the gateway failed on this request"))
+        return self._fail_rid(rid, RequestError(ErrorCode.INTERNAL, INTERNAL_ERROR))
 
     def _on_deadline(self, rid: str) -> None:
         flight = self._in_flight[rid]

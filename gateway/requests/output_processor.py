@@ -33,6 +33,8 @@ TIMINGS = {
 }
 #: Messages with spans that are kept of one output. Nodes send three or four for each attempt.
 MAX_REPORTS = 16
+#: Tells the client of an unexpected error, which the gateway logs.
+INTERNAL_ERROR = "the gateway failed on this request; its log says more"
 
 
 def are_in_vocabulary(tokens: Sequence[int], vocab_size: int) -> bool:

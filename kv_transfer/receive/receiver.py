@@ -241,7 +241,7 @@ class Receiver:
 
     # ---- what a prefill node says -------------------------------------------------------------------------------
 
-    def on_message(self, peer: str, message: Message, now: float = 0.0) -> None:
+    def on_message(self, peer: str, message: Message, now: float) -> None:
         """Handle a message of a prefill node; one that cannot be meant for this node is only counted."""
         if isinstance(message, PagesWritten | PrefillDone | Closed):
             session = self._table.sessions.get((message.rid, message.attempt))

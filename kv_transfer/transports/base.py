@@ -114,7 +114,7 @@ class Transport(Protocol):
 class WriterTransport(Transport, Protocol):
     """The prefill node's side."""
 
-    def checksums(self, pages: Sequence[int], slices: SlicePair | None = None) -> list[int]:
+    def checksums(self, pages: Sequence[int], slices: SlicePair | None) -> list[int]:
         """Checksums of our pages as they stand in the pool, or of the source slices of them."""
         return Checksums(self.store).of_sources(pages, slices)
 

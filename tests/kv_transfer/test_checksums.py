@@ -288,7 +288,7 @@ class Ends:
         for _, message in messages:
             if isinstance(message, PagesWritten):
                 self.damage(message)
-            self.receiver.on_message(PREFILL, message)
+            self.receiver.on_message(PREFILL, message, 0.0)
         replies, events = self.receiver.take()
         self.events += events
         for _, message in replies:

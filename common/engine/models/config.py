@@ -47,7 +47,6 @@ class Family:
         experts: how its experts are described; None: its layers are dense.
     """
 
-    name: str
     has_qk_norm: bool = False
     qkv_bias: bool | None = None
     o_bias: bool | None = None
@@ -61,13 +60,12 @@ class Family:
 
 #: Supported architectures, by their names in config.json.
 ARCHITECTURES = {
-    "Qwen3ForCausalLM": Family("qwen3", has_qk_norm=True),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False),
-    "LlamaForCausalLM": Family("llama", has_mlp_bias_key=True),
-    "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, has_window_key=True, default_window=4096),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", has_qk_norm=True, experts=QWEN_EXPERTS),
+    "Qwen3ForCausalLM": Family(has_qk_norm=True),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, o_bias=False),
+    "LlamaForCausalLM": Family(has_mlp_bias_key=True),
+    "MistralForCausalLM": Family(qkv_bias=False, o_bias=False, has_window_key=True, default_window=4096),
+    "Qwen3MoeForCausalLM": Family(has_qk_norm=True, experts=QWEN_EXPERTS),
     "MixtralForCausalLM": Family(
-        "mixtral",
         qkv_bias=False,
         o_bias=False,
         has_window_key=True,
@@ -139,12 +137,10 @@ class ModelConfig(BaseModelConfig):
     """Configuration of a model that the native decoder computes.
 
     Attributes:
-        family: the name of a ``Family``.
         intermediate_size: of the dense layers.
         quantization: of the checkpoint, whose matrices are decoded when they are loaded; None: they are plain.
     """
 
-    family: str
     rms_norm_eps: float
     rope: RopeConfig
     has_qk_norm: bool
@@ -254,7 +250,6 @@ def parse_config(
     attention_bias = bool(config.get("attention_bias", False))
     return ModelConfig(
         folder=folder,
-        family=family.name,
         num_layers=number.positive("num_hidden_layers", most=MAX_LAYERS),
         hidden_size=hidden_size,
         num_heads=num_heads,

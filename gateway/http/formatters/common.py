@@ -12,7 +12,7 @@ import msgspec
 
 from common.errors import ErrorCode, RequestError
 from common.wire.packed_logprobs import PackedLogprobs, unpack_logprobs
-from gateway.requests.output_processor import Delta, OutputStream
+from gateway.requests.output_processor import INTERNAL_ERROR, Delta, OutputStream
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def as_error(error: BaseException) -> RequestError:
     """Any exception as a ``RequestError``; an unexpected one becomes an internal error."""
     if isinstance(error, RequestError):
         return error
-    return RequestError(ErrorCode.INTERNAL, "the gateway failed on this request; its log says more")
+    return RequestError(ErrorCode.INTERNAL, INTERNAL_ERROR)
 
 
 class ResponseFormatter(ABC):

@@ -40,6 +40,8 @@ MIN_STALE_ROWS = 64
 MAX_TOKENS = 1 << 52
 #: Groups that are kept, the most recently used: one, and one for each LoRA adapter that requests ask for.
 MAX_GROUPS = 64
+#: Pieces of prompts that are remembered for all nodes together (``PrefixIndex``).
+REMEMBERED_PIECES = 200_000
 
 
 class WorkerPair(NamedTuple):
@@ -100,7 +102,7 @@ class Router:
     """Chooses pairs and keeps count of what each node was given.
 
     Args:
-        piece_tokens, max_pieces: how prompts are remembered (``PrefixIndex``).
+        piece_tokens: tokens of a piece of a prompt (``PrefixIndex``).
         local_prefill: whether decode nodes compute prompts: never, always, or (auto) where it costs less.
         local_threshold: with auto, they compute prompts of which they lack fewer tokens than this, whatever it costs;
             None: by cost.
@@ -109,13 +111,13 @@ class Router:
     """
 
     def __init__(
-        self, *, piece_tokens: int = 64, max_pieces: int = 200_000, local_prefill: LocalPrefillMode = "never",
+        self, *, piece_tokens: int = 64, local_prefill: LocalPrefillMode = "never",
         local_threshold: int | None = None, max_dispatch_ahead: int = 64,
     ) -> None:  # fmt: skip
         self._max_dispatch_ahead = max_dispatch_ahead
         self._local_prefill = local_prefill
         self._local_threshold = local_threshold
-        self.prefixes = PrefixIndex(piece_tokens, max_pieces)
+        self.prefixes = PrefixIndex(piece_tokens, REMEMBERED_PIECES)
         self._arrays = NodeArrays()
         self._rows: dict[str, int] = {}  # of each node, by incarnation
         self._names: dict[int, str] = {}  # the reverse

@@ -197,7 +197,7 @@ class RemoteWriter(_RemoteEnd, WriterTransport):
     def detach(self, peer: str) -> bool:
         return bool(self._connection.call("detach", peer))
 
-    def checksums(self, pages: Sequence[int], slices: SlicePair | None = None) -> list[int]:
+    def checksums(self, pages: Sequence[int], slices: SlicePair | None) -> list[int]:
         return list(self._connection.call("source_checksums", list(pages), slices))
 
 

@@ -153,7 +153,7 @@ class RanksWriter(RanksEnd[WriterTransport], WriterTransport):
         self._tickets[pair[0], ticket] = (self._num_tickets, peer, pair)
         return self._num_tickets
 
-    def checksums(self, pages: Sequence[int], slices: SlicePair | None = None) -> list[int]:
+    def checksums(self, pages: Sequence[int], slices: SlicePair | None) -> list[int]:
         return self._ends[0 if slices is None else slices.source.rank].checksums(pages, slices)
 
     def done(self) -> list[int]:

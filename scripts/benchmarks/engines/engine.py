@@ -235,7 +235,6 @@ def model_shape(num_layers: int) -> ModelConfig:
     """Qwen3-0.6B with this number of layers."""
     return ModelConfig(
         folder=Path(),
-        family="qwen3",
         num_layers=num_layers,
         hidden_size=1024,
         num_heads=16,
@@ -261,7 +260,7 @@ def model_shape(num_layers: int) -> ModelConfig:
 def expert_shape(num_layers: int) -> ModelConfig:
     """In each layer 64 experts of 2.4 million weights, half of one of Qwen3-30B-A3B; a token takes 8 as there."""
     experts = ExpertConfig(64, 8, 768, is_normalised=True, layers=tuple(range(num_layers)), keys=QWEN_EXPERTS)
-    return replace(model_shape(num_layers), family="qwen3_moe", experts=experts)
+    return replace(model_shape(num_layers), experts=experts)
 
 
 def build(

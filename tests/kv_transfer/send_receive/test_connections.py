@@ -112,7 +112,7 @@ def test_an_attachment_of_an_earlier_connection_does_not_connect_a_later_one() -
     pair = TransferPair()
     pair.receiver.connect(PREFILL)
     pair.receiver.connect(PREFILL)
-    pair.receiver.on_message(PREFILL, Connected(1, "inprocess"))
+    pair.receiver.on_message(PREFILL, Connected(1, "inprocess"), 0.0)
     assert not pair.receiver.is_connected(PREFILL)
     assert pair.receiver.counters()["stale_messages"] == 1
 

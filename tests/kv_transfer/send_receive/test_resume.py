@@ -72,7 +72,7 @@ def test_a_first_offer_without_an_answer_is_repeated(is_refused: bool) -> None:
     pair.receiver.connect(PREFILL)
     pair.poll()
     if is_refused:
-        pair.receiver.on_message(PREFILL, Refused("no", 1))
+        pair.receiver.on_message(PREFILL, Refused("no", 1), 0.0)
     pair.now = FIRST_ANSWER_S - 0.1
     pair.poll()
     assert not pair.to_prefill

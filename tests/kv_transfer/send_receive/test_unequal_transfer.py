@@ -139,7 +139,7 @@ def test_a_number_of_stretches_that_does_not_divide_a_page_is_refused() -> None:
     key = nodes.open(9)
     pages = nodes.allocator.alloc(2, Owner.GRANT)
     nodes.receiver.begin(key, PREFILL, first=0, pages=pages or (), length=9)
-    nodes.receiver.on_message(PREFILL, Connected(1, "inprocess", 4))
+    nodes.receiver.on_message(PREFILL, Connected(1, "inprocess", 4), 0.0)
     why = "a page of 6 tokens cannot come in 4 stretches"
     assert nodes.receiver.take()[1] == [TransferFailed(key, ErrorCode.TRANSFER_FAILED, why)]
     assert nodes.allocator.num_free == nodes.allocator.num_pages

@@ -69,7 +69,7 @@ def test_a_whole_transfer_through_shared_memory(reader: ShmReader, store: MemfdS
         messages, news = sender.take()
         released += news
         for _, message in messages:
-            receiver.on_message(PREFILL, message)
+            receiver.on_message(PREFILL, message, 0.0)
         messages, happened = receiver.take()
         events += happened
         for _, message in messages:
@@ -169,7 +169,7 @@ def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
     receiver = Receiver(reader, allocator, name="decode-0", digest="model")
     connect = receiver.connect(PREFILL)
     assert child.attach(reader, connect) == ""
-    receiver.on_message(PREFILL, Connected(connect.epoch, "shm"))
+    receiver.on_message(PREFILL, Connected(connect.epoch, "shm"), 0.0)
     for rid in "ab":
         pages = allocator.alloc(2, Owner.GRANT)
         assert pages is not None

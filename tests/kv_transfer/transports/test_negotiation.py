@@ -432,9 +432,9 @@ def test_a_receiver_grants_nothing_over_a_transport_that_it_did_not_offer(store:
     _, _, (a, _), reader = both(store, "a", "b")
     receiver = Receiver(reader, PageAllocator(NUM_PAGES))
     receiver.connect(PREFILL)
-    receiver.on_message(PREFILL, Connected(1, "c"))
+    receiver.on_message(PREFILL, Connected(1, "c"), 0.0)
     assert not receiver.is_connected(PREFILL)
-    receiver.on_message(PREFILL, Connected(1, "a"))
+    receiver.on_message(PREFILL, Connected(1, "a"), 0.0)
     assert receiver.is_connected(PREFILL)
     assert receiver.counters()["pairs_by_a"] == 1
     a.news = [Fenced(PREFILL, 1, "dead", is_dead=True)]
@@ -449,7 +449,7 @@ def test_a_receiver_permits_writes_with_each_grant_and_forbids_them_before_a_rel
     reader, allocator = FakeReader("a", store), PageAllocator(NUM_PAGES)
     receiver = Receiver(reader, allocator)
     receiver.connect(PREFILL)
-    receiver.on_message(PREFILL, Connected(1, "a"))
+    receiver.on_message(PREFILL, Connected(1, "a"), 0.0)
     for rid, end in (("r", None), ("s", Closed("s", 0, "aborted")), ("t", PrefillDone("t", 0, 7, 9))):
         reader.calls.clear()
         pages = allocator.alloc(2, Owner.GRANT)
@@ -459,10 +459,10 @@ def test_a_receiver_permits_writes_with_each_grant_and_forbids_them_before_a_rel
         if end is None:
             receiver.cancel((rid, 0))
             assert reader.calls == [("allow", *pages)]
-            receiver.on_message(PREFILL, Closed(rid, 0, "cancelled"))
+            receiver.on_message(PREFILL, Closed(rid, 0, "cancelled"), 0.0)
         else:
-            receiver.on_message(PREFILL, end)
-            receiver.on_message(PREFILL, PagesWritten(rid, 0, 1, (0, 1)))
+            receiver.on_message(PREFILL, end, 0.0)
+            receiver.on_message(PREFILL, PagesWritten(rid, 0, 1, (0, 1)), 0.0)
         assert reader.calls == [("allow", *pages), ("forbid", *pages)]
 
 

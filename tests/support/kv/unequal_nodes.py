@@ -108,7 +108,7 @@ class Nodes:
         while self.to_prefill:
             self.sender.on_message(DECODE, self.to_prefill.popleft(), 0.0)
         while self.to_decode:
-            self.receiver.on_message(PREFILL, self.to_decode.popleft())
+            self.receiver.on_message(PREFILL, self.to_decode.popleft(), 0.0)
         self.settle()
 
     def settle(self) -> None:

@@ -23,7 +23,6 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": model_shape(28),
     "llama-3.1-8b": replace(
         model_shape(32),
-        family="llama",
         hidden_size=4096,
         num_heads=32,
         num_kv_heads=8,

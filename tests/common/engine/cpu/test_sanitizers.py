@@ -119,7 +119,7 @@ layers.load_kernels = linear.load_kernels = lambda: kernels
 linear.HugePages = lambda _: Exact()
 for weight_dtype, keep in itertools.product(("auto", "int8", "int4"), (None, [], [3, 0, 3])):
     config = ModelConfig(
-        folder=pathlib.Path(), family="qwen3", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=32,
+        folder=pathlib.Path(), num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=32,
         intermediate_size=96, vocab_size=48, context_length=512, rms_norm_eps=1e-6, rope=RopeConfig(1e4),
         has_qk_norm=True, has_qkv_bias=True, has_o_bias=True, has_mlp_bias=True, is_tied=True, dtype="bfloat16",
         eos_token_ids=(), generation={}, digest="",

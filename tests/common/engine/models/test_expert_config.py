@@ -93,7 +93,7 @@ def test_impossible_experts_are_refused_by_key(tmp_path: Path, changes: dict[str
 def test_mixtrals_window_counts_if_it_is_set(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "mixtral", num_hidden_layers=1, num_local_experts=2)
     rewrite(folder, sliding_window=None)  # removes the key, which then means none
-    assert ModelConfig.load(str(folder)).family == "mixtral"
+    ModelConfig.load(str(folder))
     rewrite(folder, sliding_window=4096)
     with pytest.raises(UnsupportedModelError, match="sliding windows are not supported"):
         ModelConfig.load(str(folder))

@@ -107,13 +107,6 @@ def test_a_removed_node_has_no_load_and_no_cache():
     assert chosen.choose([P1, P2], [D1], prefix, num_new=4).num_compute == 40
 
 
-def test_the_number_of_remembered_pieces_is_bounded():
-    chosen = Router(piece_tokens=4, max_pieces=10)
-    for i in range(50):
-        chosen.choose([P1, P2], [D1], [i] * 8, num_new=2)
-    assert chosen.prefixes.num_pieces == 10
-
-
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 3)), max_size=40))
 def test_after_all_requests_no_load_is_left(requests):
