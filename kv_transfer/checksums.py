@@ -45,9 +45,9 @@ class Checksums:
         """``of_source`` of each of these pages."""
         return [self.of_source(page, slices) for page in pages]
 
-    def of_targets(self, pages: Iterable[int], part: PageSlice) -> list[int]:
-        """``of_target`` of this part of each of these pages."""
-        runs = part.runs(self._store.layout)
+    def of_targets(self, pages: Iterable[int], page_slice: PageSlice) -> list[int]:
+        """``of_target`` of this slice of each of these pages."""
+        runs = page_slice.runs(self._store.layout)
         return [self.of_target(page, runs) for page in pages]
 
     def of_source(self, page: int, slices: SlicePair | None) -> int:

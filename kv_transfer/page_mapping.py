@@ -1,9 +1,9 @@
 """How the pages of two pools correspond when their sizes differ, or when ranks divide them. Pure index arithmetic.
 
-The smaller page is the measure: a stretch of that many tokens lies in one page of either pool. Where a node divides its
-pages among ranks, each rank has some of the KV heads of every page, and a stretch is sent in as many *parts* as there
-are pairs of ranks that share heads (``head_parts``). One part of one stretch is the *unit* of shipping. Delivery is
-reported by (page of the decode node, part), and a page is received when all parts that the prompt has of it are there.
+The smaller page is the measure: a token range of that size lies in one page of either pool. Where a node divides its
+pages among ranks, each rank has some of the KV heads of every page, and a token range is sent in as many *parts* as
+there are pairs of ranks that share heads (``head_parts``). One part of one token range is a *unit*. Delivery is
+reported by (page of the decode node, unit), and a page is received when all units that the prompt has of it are there.
 """
 
 from dataclasses import dataclass
@@ -99,28 +99,28 @@ def units_conflict(ours: PageLayout, theirs: PageLayout, *, num_sources: int, nu
     if most <= MAX_UNITS:
         return ""
     sizes = f"page_size {theirs.page_size} and num_ranks {num_targets} there, {ours.page_size} and {num_sources} here"
-    return f"a page would come in {most} parts ({sizes}), and {MAX_UNITS} is the most"
+    return f"a page would come in {most} units ({sizes}), and {MAX_UNITS} is the most"
 
 
-def target_parts(
-    layout: PageLayout, num_stretches: int, *, num_sources: int = 1, num_targets: int = 1
+def target_units(
+    layout: PageLayout, num_token_ranges: int, *, num_sources: int = 1, num_targets: int = 1
 ) -> list[PageSlice]:
-    """What a page of the decode node is put together from, by the number of the part in messages.
+    """The units of a page of the decode node, by their number in messages.
 
     Args:
         layout: of whole pages.
-        num_stretches: into how many stretches of tokens the writer divides a page.
+        num_token_ranges: into how many token ranges the writer divides a page.
         num_sources, num_targets: ranks of the two nodes.
     """
     parts = head_parts(layout.num_kv_heads, num_sources, num_targets)
-    return _cut(layout, num_stretches, num_targets, [(part.target_rank, part.heads) for part in parts])
+    return _cut(layout, num_token_ranges, num_targets, [(part.target_rank, part.heads) for part in parts])
 
 
-def _cut(layout: PageLayout, num_stretches: int, num_ranks: int, owned: list[tuple[int, range]]) -> list[PageSlice]:
-    tokens = layout.page_size // num_stretches
-    assert tokens * num_stretches == layout.page_size
+def _cut(layout: PageLayout, num_token_ranges: int, num_ranks: int, owned: list[tuple[int, range]]) -> list[PageSlice]:
+    tokens = layout.page_size // num_token_ranges
+    assert tokens * num_token_ranges == layout.page_size
     slices = []
-    for number in range(num_stretches):
+    for number in range(num_token_ranges):
         for rank, heads in owned:
             first = kv_heads_of(rank, num_ranks, layout.num_kv_heads).start
             slices.append(PageSlice(number * tokens, tokens, heads.start - first, len(heads), rank))
@@ -145,8 +145,8 @@ class PageMapping:
         self.units = units_of(ours.page_size, theirs.page_size, len(parts))
         owned = [(part.source_rank, part.heads) for part in parts]
         sources = _cut(ours, self.units.per_source // len(parts), num_sources, owned)
-        num_stretches = self.units.per_target // len(parts)
-        targets = target_parts(theirs, num_stretches, num_sources=num_sources, num_targets=num_targets)
+        num_token_ranges = self.units.per_target // len(parts)
+        targets = target_units(theirs, num_token_ranges, num_sources=num_sources, num_targets=num_targets)
         count = max(len(sources), len(targets))  # the shorter one is repeated
         ours, theirs = rank_layout(ours, num_sources), rank_layout(theirs, num_targets)
         self.slice_pairs: tuple[SlicePair | None, ...] = tuple(

@@ -6,7 +6,7 @@ session first, and ignored where it cannot happen.
 
 from enum import StrEnum
 
-#: How often the same part of a page may be sent again because it came with other bytes.
+#: How often the same unit of a page may be sent again because it came with other bytes.
 MAX_RESENDS = 3
 
 #: A prefill node ends transfers that have waited so long for a new connection. Longer than the decode node takes for

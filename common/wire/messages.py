@@ -573,7 +573,7 @@ class Connected(Message, frozen=True, tag="connected"):
 
     epoch: Count
     transport: Id
-    num_stretches: Annotated[int, Meta(ge=1, le=65536)] = 1  # of tokens, in which each page comes
+    num_token_ranges: Annotated[int, Meta(ge=1, le=65536)] = 1  # in which each page comes
     why: Sentence = ""  # why this transport was chosen
 
 
@@ -608,21 +608,21 @@ class Grant(RequestMessage, frozen=True, tag="grant"):
 
 
 class PagesWritten(RequestMessage, frozen=True, tag="pages_written"):
-    """prefill -> decode: one part of these pages of the prompt is written."""
+    """prefill -> decode: one unit of these pages of the prompt is written."""
 
     epoch: Count
     indices: tuple[Count, ...]  # of the pages in the prompt
-    part: Count = 0  # number of the part of each page: of its tokens and heads
-    checksums: tuple[Checksum, ...] = ()  # of each part at the prefill node; all or none
-    num_resends: Count = 0  # number of times that these parts were written again
+    unit: Count = 0  # number of the unit in each page: see ``kv_transfer.page_mapping``
+    checksums: tuple[Checksum, ...] = ()  # of each unit at the prefill node; all or none
+    num_resends: Count = 0  # number of times that these units were written again
 
 
 class Resend(RequestMessage, frozen=True, tag="resend"):
-    """decode -> prefill: this part of these pages has a wrong checksum; write it again."""
+    """decode -> prefill: this unit of these pages has a wrong checksum; write it again."""
 
     epoch: Count
     indices: tuple[Count, ...]
-    part: Count
+    unit: Count
     number: Annotated[int, Meta(ge=1)]  # number of resends, this one included, so that a repeated message has no effect
 
 

@@ -34,8 +34,8 @@ class PrefillConnection:
         name: of the prefill node, for people.
         num_ranks: of the prefill node.
         is_attached: it has attached under ``epoch``.
-        num_stretches, parts: stretches of tokens in which each of our pages comes; its slices, by their number in
-            messages.
+        num_token_ranges: token ranges in which each of our pages comes.
+        units: of each of our pages, by their number in messages.
         transport, why: the transport that carries pages, and why that one.
         refusal: why transfers do not wait for this connection; empty: they do.
         problem: why no page can come now; empty: pages can, or that is not known yet.
@@ -51,8 +51,8 @@ class PrefillConnection:
     name: str
     num_ranks: int = 1
     is_attached: bool = False
-    num_stretches: int = 1
-    parts: tuple[PageSlice, ...] = ()
+    num_token_ranges: int = 1
+    units: tuple[PageSlice, ...] = ()
     transport: str = ""
     why: str = ""
     refusal: str = ""
@@ -109,10 +109,10 @@ class PrefillConnection:
         """The pool is offered again under this epoch."""
         self.epoch, self.retry_at, self.answer_by = epoch, None, now + ANSWER_S
 
-    def attached(self, num_stretches: int, parts: Sequence[PageSlice], transport: str, why: str) -> None:
+    def attached(self, num_token_ranges: int, units: Sequence[PageSlice], transport: str, why: str) -> None:
         """The prefill node has attached under the epoch of the last offer."""
         self.is_attached, self.transport, self.why = True, transport, why
-        self.num_stretches, self.parts = num_stretches, tuple(parts)
+        self.num_token_ranges, self.units = num_token_ranges, tuple(units)
         self.refusal, self.problem, self.answer_by, self.was_attached = "", "", None, True
 
 

@@ -40,7 +40,7 @@ from common.wire.messages import (
     TransferAck,
 )
 from kv_transfer.events import Event, PairLost
-from kv_transfer.page_mapping import target_parts
+from kv_transfer.page_mapping import target_units
 from kv_transfer.receive.connections import MAX_TRIES, PrefillConnection, PrefillConnections
 from kv_transfer.receive.session import ReceiveSession
 from kv_transfer.receive.table import ReceiveTable
@@ -281,8 +281,8 @@ class Receiver:
         connection = connection or changed
         assert connection is not None
         page_size = self._page_size
-        if page_size % message.num_stretches:
-            why = f"a page of {page_size} tokens cannot come in {message.num_stretches} stretches"
+        if page_size % message.num_token_ranges:
+            why = f"a page of {page_size} tokens cannot come in {message.num_token_ranges} token ranges"
             self._refuse(peer, connection, why)
         else:
             self._attach(peer, connection, message)
@@ -298,8 +298,8 @@ class Receiver:
             message.why and f": {message.why}",
         )
         ranks = {"num_sources": connection.num_ranks, "num_targets": self._transport.num_ranks}
-        parts = target_parts(self._transport.store.layout, message.num_stretches, **ranks)
-        connection.attached(message.num_stretches, parts, message.transport, message.why)
+        units = target_units(self._transport.store.layout, message.num_token_ranges, **ranks)
+        connection.attached(message.num_token_ranges, units, message.transport, message.why)
         self._fence(peer, connection.epoch - 1, "the prefill node has dropped the earlier connection")
         for session in self._table.of(peer):
             if session.state is ReceiveState.RESERVED:
@@ -352,40 +352,40 @@ class Receiver:
 
     def _on_pages_written(self, session: ReceiveSession, message: PagesWritten) -> bool:
         is_now = message.epoch == session.epoch and session.accepts(ReceiveEvent.DELIVER)
-        if not is_now or not session.is_expected(message.indices, message.part, message.num_resends):
+        if not is_now or not session.is_expected(message.indices, message.unit, message.num_resends):
             return False
         damaged = self._damaged(session, message) if self._are_checksums_due or message.checksums else []
-        if damaged and not self._ask_again(session, damaged, message.part, message.num_resends + 1):
+        if damaged and not self._ask_again(session, damaged, message.unit, message.num_resends + 1):
             return True
         self._connections.by_peer[session.peer].page_came()
         arrived = [index for index in message.indices if index not in damaged] if damaged else message.indices
-        whole = session.deliver(arrived, message.part)
+        whole = session.deliver(arrived, message.unit)
         self._transport.landed(session.peer, whole)
         self._totals["pages_received"] += len(whole)
         return True
 
     def _damaged(self, session: ReceiveSession, message: PagesWritten) -> list[int]:
         """Indices of pages whose bytes here do not have the checksums that came with them."""
-        part = self._connections.by_peer[session.peer].parts[message.part]
+        page_slice = self._connections.by_peer[session.peer].units[message.unit]
         told = dict(zip(message.indices, message.checksums, strict=False))
         pages = [session.page_of(index) for index in message.indices]
-        sums = self._transport.checksums(session.peer, pages, part)
+        sums = self._transport.checksums(session.peer, pages, page_slice)
         found = dict(zip(message.indices, sums, strict=True))
         damaged = [index for index in message.indices if told.get(index) != found[index]]
         self._totals["pages_verified"] += len(found)
         self._totals["checksum_mismatches"] += len(damaged)
         return damaged
 
-    def _ask_again(self, session: ReceiveSession, indices: list[int], part: int, number: int) -> bool:
+    def _ask_again(self, session: ReceiveSession, indices: list[int], unit: int, number: int) -> bool:
         """Ask for these pages again. False: that has happened too often, and the transfer ends."""
         connection = self._connections.by_peer[session.peer]
         way = f"by {connection.transport} from node {connection.name} to decode node {self._name}"
-        if session.corrupt(indices, part):
+        if session.corrupt(indices, unit):
             if self._totals["checksum_mismatches"] == len(indices):
                 log.warning("a page arrived damaged %s and is requested again; further ones are only counted", way)
             pages = [session.page_of(index) for index in indices]
-            self._transport.allow(session.peer, session.epoch, pages, connection.parts[part])
-            self._messages.append((session.peer, Resend(*session.key, session.epoch, tuple(indices), part, number)))
+            self._transport.allow(session.peer, session.epoch, pages, connection.units[unit])
+            self._messages.append((session.peer, Resend(*session.key, session.epoch, tuple(indices), unit, number)))
             return True
         message = f"the same page arrived damaged {MAX_RESENDS + 1} times {way}"
         self._messages.append((session.peer, AbortTransfer(*session.key)))
@@ -408,7 +408,8 @@ class Receiver:
     def _grant(self, session: ReceiveSession) -> None:
         """Tell the writer of all pages that have not arrived yet."""
         connection = self._connections.by_peer[session.peer]
-        session.grant(connection.epoch, connection.num_stretches, len(connection.parts) // connection.num_stretches)
+        num_ranges = connection.num_token_ranges
+        session.grant(connection.epoch, num_ranges, len(connection.units) // num_ranges)
         for first, pages in session.lacking() or [(session.first, [])]:
             self._transport.allow(session.peer, connection.epoch, pages)
             self._messages.append((session.peer, Grant(*session.key, connection.epoch, first, tuple(pages))))

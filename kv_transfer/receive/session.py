@@ -1,4 +1,4 @@
-"""One transfer at the decode node: which pages are granted, and which parts of them have arrived. Pure.
+"""One transfer at the decode node: which pages are granted, and which units of them have arrived. Pure.
 
 A transfer is known by (rid, attempt). The decode node grants destination pages for the page indices of the prompt that
 it lacks; the prefill node's end is ``kv_transfer.send.session``.
@@ -13,9 +13,9 @@ from kv_transfer.states import MAX_RESENDS, RECEIVE_TABLE, ReceiveEvent, Receive
 
 
 class ReceiveSession:
-    """The decode node's end of a transfer; arrivals are counted by (page index, part).
+    """The decode node's end of a transfer; arrivals are counted by (page index, unit).
 
-    A part is one of the writer's units within a page: a stretch of its tokens, and of those some heads.
+    A unit of a page is a token range, and of those tokens some heads (``kv_transfer.page_mapping``).
 
     Attributes:
         key, peer: which transfer, and the incarnation of the prefill node.
@@ -25,8 +25,8 @@ class ReceiveSession:
         length: of the transfer, in tokens: see ``PageAllocator.transfer_length``.
         num_pages: pages of that length.
         epoch: of the connection when the pages were granted; 0 before.
-        num_stretches: stretches of tokens in which a whole page comes; known when the pages are granted.
-        num_parts: parts in which each of them comes.
+        num_token_ranges: token ranges in which a whole page comes; known when the pages are granted.
+        num_parts: units of the same tokens, which hold different heads.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class ReceiveSession:
         self.first = self.num_cached = first
         self.pages = list(pages)
         self.epoch = 0
-        self.num_stretches = self.num_parts = 1
+        self.num_token_ranges = self.num_parts = 1
         self._page_size = page_size
         self._whole: set[int] = set()  # indices of pages that have arrived
-        self._parts: dict[int, set[int]] = {}  # of pages of which some parts have arrived, by index
-        self._num_corrupt: dict[tuple[int, int], int] = {}  # by (index, part)
+        self._units: dict[int, set[int]] = {}  # of pages of which some units have arrived, by index
+        self._num_corrupt: dict[tuple[int, int], int] = {}  # by (index, unit)
 
     def accepts(self, event: ReceiveEvent) -> bool:
         return (self.state, event) in RECEIVE_TABLE
@@ -53,31 +53,31 @@ class ReceiveSession:
     def apply(self, event: ReceiveEvent) -> None:
         self.state = advance(RECEIVE_TABLE, self.state, event)
 
-    def grant(self, epoch: int, num_stretches: int = 1, num_parts: int = 1) -> None:
-        """The writer is told of the pages; it writes each stretch of tokens of a page in ``num_parts`` parts."""
+    def grant(self, epoch: int, num_token_ranges: int = 1, num_parts: int = 1) -> None:
+        """The writer is told of the pages; it writes each token range of a page in ``num_parts`` units."""
         self.apply(ReceiveEvent.GRANT)
         assert self.epoch in (0, epoch)
         self.epoch = epoch
-        self.num_stretches, self.num_parts = num_stretches, num_parts
+        self.num_token_ranges, self.num_parts = num_token_ranges, num_parts
         if self.is_landed:
             self.apply(ReceiveEvent.LAND)
 
     @property
-    def _most_parts(self) -> int:
-        """Parts of a page that is full of tokens."""
-        return self.num_stretches * self.num_parts
+    def _most_units(self) -> int:
+        """Units of a page that is full of tokens."""
+        return self.num_token_ranges * self.num_parts
 
-    def _num_parts(self, index: int) -> int:
-        """Parts of the page with this index; the last page of a prompt may have fewer."""
+    def _num_units(self, index: int) -> int:
+        """Units of the page with this index; the last page of a prompt may have fewer."""
         num_tokens = min(self.length - index * self._page_size, self._page_size)
-        return -(-num_tokens * self.num_stretches // self._page_size) * self.num_parts
+        return -(-num_tokens * self.num_token_ranges // self._page_size) * self.num_parts
 
     def suspend(self) -> None:
         """The writer cannot write any more; pages that have not wholly arrived will be granted again."""
         self.apply(ReceiveEvent.SUSPEND)
         self.epoch = 0
         self._num_corrupt.clear()  # the writer may not have received what we asked for again
-        self._parts.clear()
+        self._units.clear()
 
     def lacking(self) -> list[tuple[int, list[int]]]:
         """Rows of pages that have not arrived, as (first index, pages)."""
@@ -102,49 +102,49 @@ class ReceiveSession:
     def is_landed(self) -> bool:
         return len(self._whole) == self.num_pages - self.first
 
-    def is_expected(self, indices: Sequence[int], part: int, num_resends: int | None = None) -> bool:
-        """Whether a peer could truthfully report that this part of these pages has just been written.
+    def is_expected(self, indices: Sequence[int], unit: int, num_resends: int | None = None) -> bool:
+        """Whether a peer could truthfully report that this unit of these pages has just been written.
 
         Args:
-            num_resends: how often the part has been written again by then; None: any number. A report from before
-                we asked for a part again says nothing about what the page holds now.
+            num_resends: how often the unit has been written again by then; None: any number. A report from before
+                we asked for a unit again says nothing about what the page holds now.
         """
         if not indices:
             return False
         if min(indices) < self.first or max(indices) >= self.num_pages or len(set(indices)) < len(indices):
             return False
-        if part >= self._most_parts or not self._whole.isdisjoint(indices):
+        if unit >= self._most_units or not self._whole.isdisjoint(indices):
             return False
-        if self._most_parts > 1 and any(part >= self._num_parts(i) or part in self._parts.get(i, ()) for i in indices):
+        if self._most_units > 1 and any(unit >= self._num_units(i) or unit in self._units.get(i, ()) for i in indices):
             return False
         if num_resends is None or not self._num_corrupt:
             return not num_resends
-        return all(self._num_corrupt.get((i, part), 0) == num_resends for i in indices)
+        return all(self._num_corrupt.get((i, unit), 0) == num_resends for i in indices)
 
-    def deliver(self, indices: Sequence[int], part: int) -> list[int]:
+    def deliver(self, indices: Sequence[int], unit: int) -> list[int]:
         """Record what has been written, which ``is_expected``; returns the destination pages that are whole now."""
         assert self._whole.isdisjoint(indices), "a page arrives again"
         self.apply(ReceiveEvent.DELIVER)
-        whole = indices if self._most_parts == 1 else [index for index in indices if self._is_last(index, part)]
+        whole = indices if self._most_units == 1 else [index for index in indices if self._is_last(index, unit)]
         self._whole.update(whole)
         if whole and self.is_landed:
             self.apply(ReceiveEvent.LAND)
         pages, first = self.pages, self.first
         return [pages[index - first] for index in whole]
 
-    def _is_last(self, index: int, part: int) -> bool:
-        """Record that this part of a page has arrived; returns whether the page is whole now."""
-        parts = self._parts.setdefault(index, set())
-        parts.add(part)
-        is_whole = len(parts) == self._num_parts(index)
+    def _is_last(self, index: int, unit: int) -> bool:
+        """Record that this unit of a page has arrived; returns whether the page is whole now."""
+        units = self._units.setdefault(index, set())
+        units.add(unit)
+        is_whole = len(units) == self._num_units(index)
         if is_whole:
-            del self._parts[index]
+            del self._units[index]
         return is_whole
 
     def take_arrived(self) -> list[int]:
         """Give up the first pages, as far as they have arrived whole and are full of tokens; returns them.
 
-        Each of their parts was written, reported and, where that is wanted, compared; it is not asked for again. So the
+        Each of their units was written, reported and, where that is wanted, compared; it is not asked for again. So the
         writer is done with them, as with all pages of a complete transfer.
         """
         num_full = self.length // self._page_size
@@ -157,21 +157,21 @@ class ReceiveSession:
         self.first = end
         return taken
 
-    def corrupt(self, indices: Sequence[int], part: int) -> bool:
-        """Record that this part of these pages came with other bytes. False: too often to one of them."""
-        assert self.is_expected(indices, part)
+    def corrupt(self, indices: Sequence[int], unit: int) -> bool:
+        """Record that this unit of these pages came with other bytes. False: too often to one of them."""
+        assert self.is_expected(indices, unit)
         self.apply(ReceiveEvent.CORRUPT)
         for index in indices:
-            self._num_corrupt[index, part] = self._num_corrupt.get((index, part), 0) + 1
-        return all(self._num_corrupt[index, part] <= MAX_RESENDS for index in indices)
+            self._num_corrupt[index, unit] = self._num_corrupt.get((index, unit), 0) + 1
+        return all(self._num_corrupt[index, unit] <= MAX_RESENDS for index in indices)
 
     def page_of(self, index: int) -> int:
         return self.pages[index - self.first]
 
     def check(self) -> None:
         known = range(self.first, self.num_pages)
-        invariant(all(index in known for index in (*self._whole, *self._parts)), "a page has arrived of another prompt")
-        invariant(self._whole.isdisjoint(self._parts), "a page has arrived both whole and in part")
+        invariant(all(index in known for index in (*self._whole, *self._units)), "a page has arrived of another prompt")
+        invariant(self._whole.isdisjoint(self._units), "a page has arrived both whole and in part")
         invariant(len(set(self.pages)) == len(self.pages), "a page is reserved twice")
         is_waiting = self.state in (ReceiveState.GRANTED, ReceiveState.PREFILLED)
         invariant(not (is_waiting and self.is_landed), "every page is here and the state does not say so")

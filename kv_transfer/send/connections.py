@@ -196,9 +196,9 @@ class DecodeConnections:
             else:
                 self._attached(connection, news)
                 units = connection.mapping.units
-                num_stretches = units.per_target // units.num_parts
+                num_token_ranges = units.per_target // units.num_parts
                 answers.append(
-                    (news.peer, Connected(connection.epoch, connection.transport, num_stretches, connection.why))
+                    (news.peer, Connected(connection.epoch, connection.transport, num_token_ranges, connection.why))
                 )
         return answers, broken, changed
 

@@ -300,9 +300,9 @@ class Sender:
             self._totals["stale_messages"] += 1
             return
         per_page = session.units.per_target
-        units = [index * per_page + message.part for index in message.indices]
+        units = [index * per_page + message.unit for index in message.indices]
         is_next = all(session.num_resends(unit) + 1 == message.number for unit in units)
-        if not units or message.part >= per_page or not session.is_written(units) or not is_next:
+        if not units or message.unit >= per_page or not session.is_written(units) or not is_next:
             self._totals["stale_messages"] += 1
             return
         self._totals["pages_resent"] += len(units)

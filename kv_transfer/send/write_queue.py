@@ -211,7 +211,7 @@ class WriteQueue:
 
 
 def written_messages(session: SendSession, units: Sequence[int], sums: Sums) -> list[PagesWritten]:
-    """The messages that report these units: one for each part of a page, with and without checksums, and for each
+    """The messages that report these units: one for each unit of a page, with and without checksums, and for each
     number of resends.
     """
     assert session.epoch is not None
@@ -222,8 +222,8 @@ def written_messages(session: SendSession, units: Sequence[int], sums: Sums) -> 
     for unit in units:
         alike.setdefault((unit % per_page, session.num_resends(unit), unit in sums), []).append(unit)
     messages = []
-    for (part, number, is_summed), some in sorted(alike.items()):
+    for (unit_of_page, number, is_summed), some in sorted(alike.items()):
         indices = tuple(unit // per_page for unit in some)
         checksums = tuple(sums[unit] for unit in some) if is_summed else ()
-        messages.append(PagesWritten(*session.key, session.epoch, indices, part, checksums, number))
+        messages.append(PagesWritten(*session.key, session.epoch, indices, unit_of_page, checksums, number))
     return messages

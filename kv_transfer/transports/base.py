@@ -206,12 +206,12 @@ class ReaderTransport(Transport, Protocol):
     """The decode node's side."""
 
     def landed(self, peer: str, pages: Sequence[int]) -> None:
-        """All parts of these pages of this peer have arrived. When this returns, they can be read in the pool."""
+        """All units of these pages of this peer have arrived. When this returns, they can be read in the pool."""
         self.store_of(peer).landed(pages)
 
-    def checksums(self, peer: str, pages: Sequence[int], part: PageSlice) -> list[int]:
-        """Checksums of one part of pages that have come from this peer, where it has come to."""
-        return Checksums(self.store_of(peer)).of_targets(pages, part)
+    def checksums(self, peer: str, pages: Sequence[int], page_slice: PageSlice) -> list[int]:
+        """Checksums of one slice of pages that have come from this peer, where it has come to."""
+        return Checksums(self.store_of(peer)).of_targets(pages, page_slice)
 
     def expect(self, peer: str, num_ranks: int) -> None:
         """This peer divides its pages among so many ranks; said before each offer to it."""

@@ -20,7 +20,7 @@ from common.errors import ErrorCode
 from common.wire.messages import Closed, Coverage, PagesWritten, PrefillDone, Resend
 from kv_transfer.checksums import SAMPLED_EVERY, Checksums, is_covered
 from kv_transfer.events import Completed, TransferFailed
-from kv_transfer.page_mapping import PageMapping, target_parts
+from kv_transfer.page_mapping import PageMapping, target_units
 from kv_transfer.page_slices import copy
 from kv_transfer.receive.receiver import Receiver
 from kv_transfer.send.sender import Sender
@@ -63,7 +63,7 @@ def half_of_the_hash(data: bytes) -> int:
 def test_a_page_has_half_of_the_hash_of_its_bytes() -> None:
     store = MemfdStore(3)
     store.memory[64:128] = bytes(range(64))
-    whole = target_parts(LAYOUT, 1)[0].runs(LAYOUT)
+    whole = target_units(LAYOUT, 1)[0].runs(LAYOUT)
     expected = half_of_the_hash(bytes(range(64)))
     assert Checksums(store).of_source(1, None) == Checksums(store).of_target(1, whole) == expected
 
@@ -73,7 +73,7 @@ def test_the_checksum_of_a_device_page_follows_the_place_of_its_bytes() -> None:
     store.device[64:128] = b"\5" * 64
     store.memory[64:128] = b"\6" * 64
     sums = Checksums(store)
-    whole = target_parts(LAYOUT, 1)[0].runs(LAYOUT)
+    whole = target_units(LAYOUT, 1)[0].runs(LAYOUT)
     assert sums.of_source(1, None) == half_of_the_hash(b"\5" * 64)
     assert sums.of_target(1, whole) == half_of_the_hash(b"\6" * 64)
     store.is_in_place = True  # as for a transport that writes on the device
@@ -91,7 +91,7 @@ def test_both_ends_compute_the_same_checksum_of_a_slice_at_any_offset(source_siz
             target.memory[:] = source.memory[:]
         else:
             copy(slices, memoryview(source.memory), memoryview(target.memory))
-        runs = target_parts(theirs, mapping.units.per_target)[number % mapping.units.per_target].runs(theirs)
+        runs = target_units(theirs, mapping.units.per_target)[number % mapping.units.per_target].runs(theirs)
         assert Checksums(source).of_source(0, slices) == Checksums(target).of_target(0, runs)
 
 
@@ -196,7 +196,7 @@ def test_a_page_without_the_requested_checksum_counts_as_damaged() -> None:
         ({"indices": (3,)}, "never granted"),
         ({"indices": (1,)}, "not written yet"),
         ({"indices": (0, 0)}, "twice"),
-        ({"part": 1}, "no such part"),
+        ({"unit": 1}, "no such unit"),
         ({"number": 2}, "one that was never asked for"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -326,7 +326,7 @@ def test_pages_damaged_on_any_transport_are_resent(transport: str, sizes: tuple[
     def damage(delivered: PagesWritten) -> None:
         hits[0] += 1
         if hits[0] <= 2:
-            runs = target_parts(target.layout, max(1, sizes[1] // sizes[0]))[delivered.part].runs(target.layout)
+            runs = target_units(target.layout, max(1, sizes[1] // sizes[0]))[delivered.unit].runs(target.layout)
             page = pages[delivered.indices[0]]
             target.memory[page * target.layout.page_bytes + sum(runs[-1]) - 1] ^= 1
 
@@ -355,7 +355,7 @@ def tokens_of(store: MemfdStore, pages: Sequence[int], num_tokens: int) -> bytes
 
 
 def test_a_resend_of_a_part_that_the_pair_does_not_have_is_ignored() -> None:
-    """If page sizes are equal, part 1 of page 0 would be page 1."""
+    """If page sizes are equal, unit 1 of page 0 would be page 1."""
     pair = TransferPair(checksums=("all", "all"))
     pair.connect()
     pair.open(KEY, 3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.kv.kv_fakes import shape_of
 
 from common.cache.page_layout import PageLayout, kv_heads_of
-from kv_transfer.page_mapping import HeadPart, PageMapping, head_parts, target_parts, units_of
+from kv_transfer.page_mapping import HeadPart, PageMapping, head_parts, target_units, units_of
 from kv_transfer.page_slices import PageSlice, SlicePair, copy, whole, whole_pages
 from kv_transfer.transports.tcp.receive_thread import Destination
 
@@ -76,7 +76,7 @@ def test_prompts_sent_in_units_arrive_as_with_a_plain_gather(source_size: int, t
         told: list[tuple[int, int]] = []
         for unit in range(mapping.units.count(num_tokens)):
             slices = mapping.slice_pairs[unit % len(mapping.slice_pairs)]
-            index, part = divmod(unit, mapping.units.per_target)
+            index, unit_of_page = divmod(unit, mapping.units.per_target)
             from_page, to_page = (
                 memoryview(source[unit // mapping.units.per_source]).cast("B"),
                 memoryview(target[index]).cast("B"),
@@ -85,7 +85,7 @@ def test_prompts_sent_in_units_arrive_as_with_a_plain_gather(source_size: int, t
                 to_page[:] = from_page
             else:
                 copy(slices, from_page, to_page)
-            told.append((index, part))
+            told.append((index, unit_of_page))
         assert len(set(told)) == len(told)
         # [page][layer][side][head][token] -> [layer][side][head][token of the prompt]
         flat_source = np.concatenate(list(source), axis=3)[..., :num_tokens, :]
@@ -140,7 +140,7 @@ def test_prompts_arrive_between_nodes_of_any_numbers_of_ranks_and_any_page_sizes
 ) -> None:
     ours, theirs = (replace(LAYOUT, page_size=size, num_kv_heads=4) for size in sizes)
     mapping = PageMapping(ours, theirs, num_sources=ranks[0], num_targets=ranks[1])
-    told = target_parts(
+    told = target_units(
         theirs, mapping.units.per_target // mapping.units.num_parts, num_sources=ranks[0], num_targets=ranks[1]
     )
     source = numbered(ours, ours.num_pages(num_tokens))

@@ -160,6 +160,6 @@ class RankEndpoint:
             raise AttributeError(name)
         return getattr(self._reader, name.removeprefix("_"))
 
-    def _target_checksums(self, peer: str, pages: list[int], part: PageSlice) -> list[int]:
+    def _target_checksums(self, peer: str, pages: list[int], page_slice: PageSlice) -> list[int]:
         assert self._reader is not None
-        return self._reader.checksums(peer, pages, part)
+        return self._reader.checksums(peer, pages, page_slice)

@@ -107,8 +107,8 @@ class RanksReader(RanksEnd[ReaderTransport], ReaderTransport):
         for rank, end in enumerate(self._ends):
             end.landed(self._source_of(peer, rank), pages)
 
-    def checksums(self, peer: str, pages: Sequence[int], part: PageSlice) -> list[int]:
-        return self._ends[part.rank].checksums(self._source_of(peer, part.rank), pages, part)
+    def checksums(self, peer: str, pages: Sequence[int], page_slice: PageSlice) -> list[int]:
+        return self._ends[page_slice.rank].checksums(self._source_of(peer, page_slice.rank), pages, page_slice)
 
     def _source_of(self, peer: str, target: int) -> str:
         """One of the peer's ranks that write to this rank of ours; they all have the same transport."""

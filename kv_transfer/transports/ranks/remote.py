@@ -232,8 +232,8 @@ class RemoteReader(_RemoteEnd, ReaderTransport):
         if not self.store.is_mapped:  # otherwise they are where they should be
             self._connection.call("landed", peer, list(pages))
 
-    def checksums(self, peer: str, pages: Sequence[int], part: PageSlice) -> list[int]:
-        return list(self._connection.call("target_checksums", peer, list(pages), part))
+    def checksums(self, peer: str, pages: Sequence[int], page_slice: PageSlice) -> list[int]:
+        return list(self._connection.call("target_checksums", peer, list(pages), page_slice))
 
     def poll(self, now: float) -> list[Fenced]:
         return [fenced for news in self._connection.news() for fenced in news.fenced]

@@ -19,7 +19,7 @@ from kv_transfer.transports.tcp import protocol as tcp_protocol
 from kv_transfer.transports.torch_distributed import rendezvous
 
 #: The protocol version, and the digest of its messages.
-PINNED = (22, "2bd964ea396b7504")
+PINNED = (22, "0eff54a44cd43ebe")
 
 ON_THE_CONTROL_PLANE = (
     messages.Header,

@@ -91,7 +91,7 @@ def send_all(nodes: RankNodes) -> RequestKey:
 def test_a_page_is_received_when_all_of_its_parts_are(make: Make, ranks: tuple[int, int]) -> None:
     nodes = make(ranks)
     key = send_all(nodes)
-    told = [(m.indices, m.part) for m in nodes.to_decode if isinstance(m, PagesWritten)]
+    told = [(m.indices, m.unit) for m in nodes.to_decode if isinstance(m, PagesWritten)]
     assert sorted(told) == [((0, 1), 0), ((0, 1), 1)]
     last = nodes.to_decode.pop()
     assert isinstance(last, PagesWritten)

@@ -29,7 +29,7 @@ def test_an_incompatible_pair_is_refused_with_an_explanation() -> None:
         "one has latent pages, the other keys and values": {
             "layout": LayoutMessage(1, 1, 2, 4, "float32", is_latent=True)
         },
-        "a page would come in 8192 parts (page_size 32 and num_ranks 1024 there, 4 and 1 here)": {
+        "a page would come in 8192 units (page_size 32 and num_ranks 1024 there, 4 and 1 here)": {
             "layout": LayoutMessage(1, 1, 2, 32, "float32"),
             "num_ranks": 1_024,
         },

@@ -79,13 +79,13 @@ def test_pages_of_a_connection_that_broke_are_kept_when_their_transfer_ends(pair
     assert pair.allocator.num_free == pair.num_pages, "no write can come under the broken connection"
 
 
-def test_a_page_is_kept_only_with_all_of_its_parts() -> None:
+def test_a_page_is_kept_only_with_all_of_its_units() -> None:
     session = ReceiveSession(KEY, PREFILL, first=1, pages=[7, 8, 9], length=14, page_size=4)
-    session.grant(1, num_stretches=2)
-    for part in (0, 1):
-        session.deliver([1], part)
+    session.grant(1, num_token_ranges=2)
+    for unit in (0, 1):
+        session.deliver([1], unit)
     session.deliver([2], 1)
-    session.deliver([3], 0)  # the last page has two tokens, which are one part
+    session.deliver([3], 0)  # the last page has two tokens, which are one unit
     session.check()
     assert session.take_arrived() == [7]
     assert (session.first, session.pages) == (2, [8, 9])

@@ -165,24 +165,24 @@ def test_the_number_of_computed_pages_cannot_shrink() -> None:
 def test_a_page_has_arrived_when_all_its_parts_have() -> None:
     session = receive_session(first=2, pages=[8, 9], length=8, page_size=2)
     session.grant(3, 2)
-    assert session.deliver([2, 3], part=0) == []
-    assert session.deliver([3], part=1) == [9]
+    assert session.deliver([2, 3], unit=0) == []
+    assert session.deliver([3], unit=1) == [9]
     assert not session.is_landed
-    assert session.deliver([2], part=1) == [8]
+    assert session.deliver([2], unit=1) == [8]
     assert session.state is ReceiveState.LANDED
     session.check()
 
 
 @pytest.mark.parametrize(
-    ("indices", "part"),
+    ("indices", "unit"),
     [([1], 0), ([4], 0), ([2], 0), ([3, 3], 0), ([3], 1), ([3, 4], 0), ([], 0)],
-    ids=["held already", "beyond", "twice", "twice in one", "no such part", "partly beyond", "none"],
+    ids=["held already", "beyond", "twice", "twice in one", "no such unit", "partly beyond", "none"],
 )
-def test_an_impossible_delivery_is_not_expected(indices: list[int], part: int) -> None:
+def test_an_impossible_delivery_is_not_expected(indices: list[int], unit: int) -> None:
     session = receive_session(first=2, pages=[8, 9], length=4)
     session.grant(1)
-    session.deliver([2], part=0)
-    assert not session.is_expected(indices, part)
+    session.deliver([2], unit=0)
+    assert not session.is_expected(indices, unit)
     assert session.is_expected([3], 0)
 
 
@@ -255,8 +255,8 @@ def test_a_prompt_written_completely_before_the_break_needs_nothing_more() -> No
 def test_after_a_break_only_pages_that_have_not_fully_arrived_are_missing() -> None:
     session = receive_session(first=1, pages=[11, 12, 13, 14, 15, 16], length=14, page_size=2)
     session.grant(1, 2)
-    for part in (0, 1):
-        session.deliver([2, 5], part)
+    for unit in (0, 1):
+        session.deliver([2, 5], unit)
     session.deliver([3], 0)
     session.suspend()
     assert (session.state, session.epoch) == (ReceiveState.RESERVED, 0)

@@ -78,7 +78,7 @@ def test_at_least_8_mb_are_written_at_once_where_units_are_smaller_than_pages(mo
 
 
 def test_a_longer_page_is_complete_when_all_its_parts_within_the_prompt_have_arrived() -> None:
-    """Pages of 2 tokens go into pages of 6. The prompt has 9 tokens: parts 0 to 2 of page 0 and parts 0 and 1 of page
+    """Pages of 2 tokens go into pages of 6. The prompt has 9 tokens: units 0 to 2 of page 0 and units 0 and 1 of page
     1.
     """
     nodes = Nodes(2, 6)
@@ -88,7 +88,7 @@ def test_a_longer_page_is_complete_when_all_its_parts_within_the_prompt_have_arr
     nodes.hear()
     nodes.computed(key, 4)
     nodes.pump()
-    told = [(m.indices, m.part) for m in nodes.to_decode if isinstance(m, PagesWritten)]
+    told = [(m.indices, m.unit) for m in nodes.to_decode if isinstance(m, PagesWritten)]
     assert told == [((0,), 0), ((0,), 1), ((0,), 2)]
     nodes.pump()
     assert nodes.to_decode[-1] == PagesWritten("r", 0, 1, (1,), 0)
@@ -134,13 +134,13 @@ def test_a_grant_beyond_what_the_prompt_can_fill_is_refused(sizes: tuple[int, in
     assert f"the prompt has at most {end}" in closed.message  # type: ignore[attr-defined]
 
 
-def test_a_number_of_stretches_that_does_not_divide_a_page_is_refused() -> None:
+def test_a_number_of_token_ranges_that_does_not_divide_a_page_is_refused() -> None:
     nodes = Nodes(2, 6)
     key = nodes.open(9)
     pages = nodes.allocator.alloc(2, Owner.GRANT)
     nodes.receiver.begin(key, PREFILL, first=0, pages=pages or (), length=9)
     nodes.receiver.on_message(PREFILL, Connected(1, "inprocess", 4), 0.0)
-    why = "a page of 6 tokens cannot come in 4 stretches"
+    why = "a page of 6 tokens cannot come in 4 token ranges"
     assert nodes.receiver.take()[1] == [TransferFailed(key, ErrorCode.TRANSFER_FAILED, why)]
     assert nodes.allocator.num_free == nodes.allocator.num_pages
 
