@@ -352,8 +352,8 @@ class PreallocQueue:
 
         Args:
             without: requests whose pages count as free.
-            to_their_ends: False only if it surely would not be, although the admission of an output of known length
-                needs a proof: all such outputs count to their ends. Otherwise that is judged by what is expected.
+            to_their_ends: count outputs of known length in full; False then means that the pages certainly suffice.
+                Otherwise expected lengths count.
         """
         gone = {request.key, *(other.key for other in without)}
         others = [other for other in self._table.holders() if other.key not in gone]

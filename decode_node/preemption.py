@@ -1,7 +1,7 @@
 """Preemption on a decode node: which request is paused or retracted for a more important one. Pure.
 
-For want of a slot, the least urgent running request is paused: its pages stay, and it continues later where it was.
-For want of pages, the least urgent requests lose theirs until the first request in the queue fits; if all of them
+If no slot is free, the least urgent running request is paused: its pages stay, and it continues later where it was.
+If pages run short, the least urgent requests lose theirs until the first request in the queue fits; if all of them
 together would not be enough, none is touched. Without a more urgent request in the queue, pages are taken only where
 the batch itself outgrows the pool.
 

@@ -329,7 +329,7 @@ class WindowPages:
     # ---- full pages are freed ---------------------------------------------------------------------------------------
 
     def freed(self, pages: Iterable[int], last_step: int) -> None:
-        """These full pages are free, and their window pages, too.
+        """Free the window pages of these freed full pages.
 
         Args:
             last_step: the last step in flight; 0 without any.

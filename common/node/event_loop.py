@@ -94,7 +94,7 @@ class EventLoop:
         register: makes the message that registers this node.
         gateways: names the gateways to register with.
         orphan_timeout_s: how long requests with a key outlive their gateway.
-        room: requests that run at once, which several gateways share.
+        max_running: requests that run at once, which several gateways share.
         adapters: the LoRA adapters of this node.
 
     Attributes:
@@ -114,7 +114,7 @@ class EventLoop:
         endpoint: ControlEndpoint,
         clock: Clock,
         orphan_timeout_s: float,
-        room: int,
+        max_running: int,
         adapters: NodeAdapters,
     ) -> None:
         self._role = role
@@ -137,7 +137,12 @@ class EventLoop:
         self._loss_level = logging.WARNING  # until a signal comes, which often ends all processes of a service
         self._poller = zmq.Poller()
         self._links = GatewayLinks(
-            gateways, endpoint, register=self._describe, clock=clock, poller=self._poller, room=room
+            gateways,
+            endpoint,
+            register=self._describe,
+            clock=clock,
+            poller=self._poller,
+            max_running=max_running,
         )
         self._sources = PrefillMailboxes(endpoint, self._poller)
         for socket in self._listen.sockets:
@@ -400,9 +405,9 @@ class EventLoop:
             self._role.on_gateway(PrefillNodes(nodes), now)
         elif not isinstance(message, Ping):
             self._role.on_gateway(message, now)
-            said = self._role.outbox.gateway
-            link.send(*[answer for answer in said if not isinstance(answer, RequestMessage)])
-            said[:] = [message for message in said if isinstance(message, RequestMessage)]
+            outgoing = self._role.outbox.gateway
+            link.send(*[answer for answer in outgoing if not isinstance(answer, RequestMessage)])
+            outgoing[:] = [message for message in outgoing if isinstance(message, RequestMessage)]
 
     def _on_request(self, gateway: str, message: RequestMessage, now: float) -> None:
         self._role.on_gateway(message, now)

@@ -193,8 +193,7 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClientLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What clients ask of a gateway for one model, per second: of requests that arrive, and of a part of those that
-    wait."""
+    """Client load of a gateway for one model, per second: new requests and a share of the waiting ones."""
 
     requests: Amount = 0.0
     prompt_tokens: Amount = 0.0  # that are not cached

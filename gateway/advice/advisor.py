@@ -169,7 +169,7 @@ def _nodes_are(count: int) -> str:
 
 
 @dataclass(slots=True)
-class _Hold:
+class _RecentMax:
     """The largest need of the last seconds."""
 
     hold_s: float
@@ -201,7 +201,7 @@ class Advisor:
         self._settings = settings
         self._needs_prefill = needs_prefill
         self._nodes = {role: NodeMeter(role, settings.window_s) for role in ROLES}
-        self._holds = {role: _Hold(settings.hold_s) for role in ROLES}
+        self._recent_needs = {role: _RecentMax(settings.hold_s) for role in ROLES}
         self._meter = meter
         self.advice = Advice(0.0, ClientLoad(), settings.objectives, tuple(map(RoleAdvice, ROLES)))
         self.load = ClientLoad()
@@ -248,7 +248,7 @@ class Advisor:
 
     def _advice(self, role: Role, need: Need, nodes: NodeFigures, *, is_young: bool, now: float) -> RoleAdvice:
         count = max(need.count, nodes.num_nodes) if is_young else need.count
-        advised = self._holds[role].largest(count, now)
+        advised = self._recent_needs[role].largest(count, now)
         reason = need.reason
         if advised > need.count:
             reason += f"; {advised} are advised until fewer have been enough for {self._settings.hold_s:g} s"

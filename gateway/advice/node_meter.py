@@ -56,8 +56,7 @@ class StepFit:
     def model(self) -> StepModel | None:
         """None before the first step.
 
-        A step takes no less than nothing, and a larger one no less than a smaller one. While all steps are alike, each
-        token is taken to have its share of a step, which is the most that it can take.
+        Both coefficients are at least 0. If all steps have one size, the whole duration counts as proportional to size.
         """
         if not self._size:
             return None

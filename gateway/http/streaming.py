@@ -245,7 +245,7 @@ async def _send_in_parts(
 
 
 async def _made(num_logprobs: int, make: Callable[P, bytes], *args: P.args, **kwargs: P.kwargs) -> bytes:
-    """What ``make`` returns, which has so many log-probabilities; with many of them it runs on a thread."""
+    """Run ``make``; on a thread if there are more than ``MANY_LOGPROBS`` log-probabilities."""
     if num_logprobs <= MANY_LOGPROBS:
         return make(*args, **kwargs)
     return await asyncio.to_thread(make, *args, **kwargs)

@@ -3,7 +3,7 @@
 Top-k, top-p and min-p of a row become one threshold on its logits, so that the order in which equal logits are sorted
 does not matter; tokens that tie with the last kept token are kept too. A random row inverts its cumulative
 distribution, in order of token id, at a uniform number that is a hash of (seed, position). There is no generator state,
-so a retracted or migrated request samples the same tokens. Weights are whole numbers (``weights``), so that all devices
+so a retracted or moved request samples the same tokens. Weights are whole numbers (``weights``), so that all devices
 sample the same token from the same logits.
 
 On a GPU nothing here waits for the device, so that the next step can be queued behind the one that samples; there the

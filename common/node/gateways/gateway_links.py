@@ -45,7 +45,7 @@ class GatewayLinks:
     Args:
         register: makes the message that registers this node.
         poller: is told of the sockets.
-        room: requests that the node runs at once.
+        max_running: requests that the node runs at once.
 
     Attributes:
         refused: the reason of the last gateway, if all have refused this node since they accepted it last; else None.
@@ -60,7 +60,7 @@ class GatewayLinks:
         register: Callable[[], Register],
         clock: Clock,
         poller: zmq.Poller,
-        room: int,
+        max_running: int,
     ) -> None:
         self._directory = directory
         self._endpoint = endpoint
@@ -73,7 +73,7 @@ class GatewayLinks:
         self._reminder = Reminder(clock.now())  # that there is none
         self._dial_again_at: float | None = None  # until then no gateway is dialled; None: all dials have succeeded
         self.is_shared = not directory.is_fixed or len(directory.addresses()) != 1
-        self._credit = Credit(room) if self.is_shared else None
+        self._credit = Credit(max_running) if self.is_shared else None
         self.refused: str | None = None
         self._follow()
 
@@ -121,7 +121,7 @@ class GatewayLinks:
 
     @property
     def prefill_nodes(self) -> tuple[Peer, ...]:
-        """Those that any gateway knows."""
+        """Prefill nodes that any gateway knows."""
         return tuple({peer.incarnation: peer for link in self._links for peer in link.prefill_nodes}.values())
 
     def mailboxes(self) -> list[Mailbox]:

@@ -158,7 +158,7 @@ class LoadedNode:
             register=lambda: self._register(worker, role, endpoint),
             gateways=self._gateways,
             orphan_timeout_s=config.orphan_timeout,
-            room=worker.capacity.num_slots,
+            max_running=worker.capacity.num_slots,
             adapters=self._adapters,
             endpoint=endpoint,
             clock=worker.clock,

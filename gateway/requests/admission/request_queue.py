@@ -95,7 +95,7 @@ class RequestQueue:
         return len(self._able(self._recovered)) + place
 
     def _able(self, requests: Mapping[RequestKey, Request]) -> list[Request]:
-        """Those that a registered pool can hold."""
+        """Requests that a registered pool can hold."""
         return [request for request in requests.values() if request.key not in self._stranded]
 
     # ---- eviction ---------------------------------------------------------------------------------------------------

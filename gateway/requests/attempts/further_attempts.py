@@ -16,7 +16,7 @@ from gateway.requests.attempts.recovery import GONE, AttemptEnd, Recovery
 from gateway.requests.in_flight import InFlightRequest
 from gateway.requests.output_processor import OutputStream, are_in_vocabulary
 from gateway.workers.pool import WorkerPool
-from gateway.workers.routing.candidates import Among
+from gateway.workers.routing.candidates import NodeFilter
 from gateway.workers.routing.pair_health import PairKey
 from gateway.workers.routing.router import WorkerPair
 
@@ -167,8 +167,10 @@ def end_by_wrong_output(flight: InFlightRequest, sender: str, wrong: str) -> Att
 
 
 def confirm_loss(flight: InFlightRequest, incarnation: str, alive_until: float, now: float) -> RequestError | None:
-    """Takes the loss of a node as the proof of what another node has reported before. Returns the error of a request
-    that ends by that: it may have killed the node, unless it has got on since."""
+    """Record that a node is lost whose loss another node may have reported before.
+
+    Return the error that ends the request if it may have caused the loss; None if not, or if it made progress since.
+    """
     recovery = flight.recovery
     if recovery is None or recovery.has_progressed(len(flight.stream.ids)):
         return None
@@ -217,7 +219,7 @@ def choose_next_pair(
     recovery = recovery or Recovery(TAKEN_OVER, 0.0, len(output))
     prefills, decodes = pool.registry.able(request.adapter)
     last = recovery.last
-    among = Among(recovery.revision, prefers_idle=recovery.is_suspect)
+    among = NodeFilter(recovery.revision, prefers_idle=recovery.is_suspect)
     calm = among._replace(avoid=last.avoid)
     choices = [(calm, False)] if last.avoid else []
     if last.decode is not None:

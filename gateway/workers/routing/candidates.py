@@ -137,7 +137,7 @@ class NodeGroup(NamedTuple):
     by_incarnation: Mapping[str, Candidate]
 
 
-class Among(NamedTuple):
+class NodeFilter(NamedTuple):
     """Which nodes of a group may take a request.
 
     Attributes:
@@ -153,7 +153,7 @@ class Among(NamedTuple):
     decode: str | None = None
 
 
-ALL_NODES = Among()
+ALL_NODES = NodeFilter()
 
 
 def pairable(prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> NDArray[np.bool_] | None:

@@ -21,10 +21,10 @@ from common.config.shared import LocalPrefillMode
 from gateway.workers.routing.candidates import (
     ALL_NODES,
     NUM_ROWS,
-    Among,
     Candidate,
     Column,
     NodeArrays,
+    NodeFilter,
     NodeGroup,
     Rows,
     can_pair,
@@ -143,7 +143,7 @@ class Router:
 
     def choose(
         self, prefills: Sequence[Candidate], decodes: Sequence[Candidate], prompt: Sequence[int],
-        *, num_new: int, num_expected: int = 0, salt: str = "", is_local: bool = False, among: Among = ALL_NODES,
+        *, num_new: int, num_expected: int = 0, salt: str = "", is_local: bool = False, among: NodeFilter = ALL_NODES,
         now: float = 0.0,
     ) -> WorkerPair | None:  # fmt: skip
         """The pair for one request, counted as sent to it; None if no pair that can exchange pages has large enough
@@ -185,7 +185,7 @@ class Router:
                 return self._chosen(None, local, needs, pieces)
         return self._chosen(prefill, decode, needs, pieces)
 
-    def _narrowed(self, group: NodeGroup, among: Among) -> NodeGroup:
+    def _narrowed(self, group: NodeGroup, among: NodeFilter) -> NodeGroup:
         """The group without the nodes that may not take a request."""
         arrays = self._arrays
         kept: list[NDArray[np.bool_]] = []

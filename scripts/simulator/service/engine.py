@@ -1,7 +1,7 @@
 """An engine without a model, which returns the next token of a known answer.
 
 The request's seed selects the answer and the position selects the token. So, as in the real engine, tokens do not
-depend on retraction or migration. Pages have no contents, for speed; the engine in
+depend on retractions or moves. Pages have no contents, for speed; the engine in
 ``tests/support/cluster/fake_engine.py`` does check contents.
 """
 

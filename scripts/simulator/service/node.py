@@ -30,7 +30,7 @@ from scripts.simulator.event_queue import EventQueue, NodeClock, Place
 from scripts.simulator.service.cores import Cores
 from scripts.simulator.service.engine import ScriptedEngine
 from scripts.simulator.service.network import Network, NetworkReader, NetworkWriter
-from scripts.simulator.service.repeated_steps import MAX_REPETITIONS, MAX_TOKENS, Patience, RepeatedSteps, Schedule
+from scripts.simulator.service.repeated_steps import MAX_REPETITIONS, MAX_TOKENS, RepeatBackoff, RepeatedSteps, Schedule
 
 MODEL, DIGEST = "simulated", "simulated"
 NO_STEP = StepPlan(0, (), (), ())
@@ -151,7 +151,7 @@ class Node:
         self.cache: RadixCache = make_cache(settings.config, self.allocator) if previous is None else previous.cache
         self._may_repeat = settings.takes_steps_together and role == "decode"
         self._repeated: RepeatedSteps | None = None
-        self._patience = Patience()
+        self._backoff = RepeatBackoff()
         self._outstanding: StepPlan = NO_STEP  # the last step, and when it begins and ends
         self._step_begun_at = self._step_end = 0.0
         self._num_awaited = 0  # events so far that end a step; the last of them counts
@@ -343,7 +343,7 @@ class Node:
         self._note_pages()
         self._outstanding, self._step_begun_at = plan, self._events.now()
         self._step_end = self._step_begun_at + seconds
-        self._patience.step_begun()
+        self._backoff.step_begun()
         self._repeated = self._repeatable()
         if self._cores is None:
             self._events.num_events += 1  # one for each step, however often its end is scheduled
@@ -373,7 +373,7 @@ class Node:
     def _repeatable(self) -> RepeatedSteps | None:
         """The repetitions of the outstanding step; None if the next one is another."""
         engine, plan = self.engine, self._outstanding
-        if not self._may_repeat or self._on_empty is not None or self._patience.has_run_out:
+        if not self._may_repeat or self._on_empty is not None or self._backoff.is_pausing:
             return None
         if plan.admits or any(row.tokens is not None for row in plan.rows):
             return None
@@ -446,7 +446,7 @@ class Node:
         self._note_growth(steps.num_used_pages, instants, grown)
         self._outstanding = plan
         self._step_end, self._step_begun_at, _, _ = schedule.place(count)
-        self._patience.ended(count, len(steps.rows))
+        self._backoff.ended(count, len(steps.rows))
         return True
 
     def _commit(self, plan: StepPlan, now: float) -> None:

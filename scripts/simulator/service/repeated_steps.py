@@ -25,7 +25,7 @@ LONGEST_PAUSE = 63
 NUMBERS = np.arange(1, MAX_REPETITIONS + 1)
 
 
-class Patience:
+class RepeatBackoff:
     """Decides for one node whether preparing repetitions, which costs time for each row, is worthwhile.
 
     It changes no result. After a step of many rows that was repeated only a few times, some steps are taken by
@@ -36,7 +36,7 @@ class Patience:
         self._pause = self._num_left = 0
 
     @property
-    def has_run_out(self) -> bool:
+    def is_pausing(self) -> bool:
         """Whether steps are to be taken by themselves."""
         return self._num_left > 0
 

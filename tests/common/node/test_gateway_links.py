@@ -35,7 +35,7 @@ def links_to(directory: Directory, clock: Clock | None = None) -> Iterator[Gatew
     endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
     clock = clock or MonotonicClock()
     links = GatewayLinks(
-        directory, endpoint, register=lambda: None, clock=clock, poller=zmq.Poller(), room=1,
+        directory, endpoint, register=lambda: None, clock=clock, poller=zmq.Poller(), max_running=1,
     )  # type: ignore[arg-type]  # fmt: skip
     try:
         yield links

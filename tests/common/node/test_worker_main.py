@@ -273,7 +273,8 @@ def node_of(role: "Watched", *gateways: str, max_outstanding: int = 1) -> Iterat
     endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
     role.node = node = EventLoop(
         role, thread, register=lambda: None, gateways=FixedGateways(gateways or ("127.0.0.1:1",)), orphan_timeout_s=1.0,
-        room=1, endpoint=endpoint, clock=MonotonicClock(), adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
+        max_running=1, endpoint=endpoint, clock=MonotonicClock(),
+        adapters=NodeAdapters(engine, NodeConfig(), thread.notify),
     )  # type: ignore[arg-type]  # fmt: skip
     engine.may_run.set()
     try:

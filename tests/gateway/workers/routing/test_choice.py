@@ -9,7 +9,7 @@ from support.examples import examples
 from support.gateway.candidates import Candidate
 from support.gateway.exhaustive_choice import ExhaustiveRouter
 
-from gateway.workers.routing.candidates import NUM_ROWS, Among
+from gateway.workers.routing.candidates import NUM_ROWS, NodeFilter
 from gateway.workers.routing.prefix_index import PrefixIndex
 from gateway.workers.routing.router import MAX_GROUPS, MIN_STALE_ROWS, Router
 
@@ -123,7 +123,7 @@ def test_the_choice_equals_the_exhaustive_one_after_any_history(mode, sequence, 
 
 
 AMONG = st.builds(
-    Among,
+    NodeFilter,
     revision=st.sampled_from(["", "w1", "w2", "unknown"]),
     prefers_idle=st.booleans(),
     avoid=st.frozensets(st.sampled_from(["p0", "p1", "d0", "d1", "gone"]), max_size=2),

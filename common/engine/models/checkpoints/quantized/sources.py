@@ -67,7 +67,7 @@ class QuantizedMatrix:
 
 
 def quantized_names(names: Iterable[str], quantization: CheckpointQuantization) -> dict[str, dict[str, str]]:
-    """Return the names of the tensors of each quantized matrix, by what they are, by the matrix's name."""
+    """Return the tensor names of quantized matrices, by matrix name, then by part."""
     found: dict[str, dict[str, str]] = {}
     for name in names:
         if matrix := quantization.matrix_of(name):
