@@ -99,7 +99,7 @@ class LogWriter:
             self._num_dropped += num_lines
 
     def _write_all(self, data: bytes) -> int:
-        """Returns the number of lines that could not be written: the reader is gone, or the disk is full."""
+        """Return the number of lines that could not be written: the reader is gone, or the disk is full."""
         view = memoryview(data)
         while view:
             try:

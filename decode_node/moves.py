@@ -143,7 +143,7 @@ class OutgoingMoves:
     # ---- messages of other nodes ------------------------------------------------------------------------------------
 
     def on_peer(self, peer: str, message: Message, now: float) -> Message | None:
-        """Handle a message of a decode node that requests move to; returns an answer, if there is one at once."""
+        """Handle a message of a decode node that requests move to; return an answer, if there is one at once."""
         sender = self._opened() if isinstance(message, Connect) else self._sender
         if isinstance(message, Connect) and sender is None:
             return AttachFailed(message.epoch, "this decode node cannot send pages now")

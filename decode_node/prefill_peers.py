@@ -96,7 +96,7 @@ class PrefillPeers:
         return True
 
     def answered(self, incarnation: str, now: float) -> list[str]:
-        """Note that a node answers. Returns the nodes with a connection to its address that have ended, as its first
+        """Note that a node answers. Return the nodes with a connection to its address that have ended, as its first
         answer shows.
         """
         one = self._peers.get(incarnation)

@@ -487,7 +487,7 @@ class DecodeScheduler:
     # ---- taking in a step -------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult) -> list[Effect]:
-        """Take in the result of the oldest outstanding step; returns the effects, as ``take_effects``.
+        """Take in the result of the oldest outstanding step; return the effects, as ``take_effects``.
 
         Rows of requests that have left the slot they were planned for are ignored.
         """

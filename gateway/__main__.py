@@ -47,13 +47,13 @@ NUM_THREADS = 2
 
 
 def yield_to(loop: asyncio.AbstractEventLoop) -> None:
-    """Lets slow work on threads, such as formatting long answers, delay the event loop little."""
+    """Let slow work on threads, such as formatting long answers, delay the event loop little."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     loop.set_default_executor(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="slow-work"))
 
 
 async def serve(gateway: Gateway, drain_timeout_s: float) -> None:
-    """Serves until SIGTERM, after which requests may end, or SIGINT. A second signal ends them."""
+    """Serve until SIGTERM, after which requests may end, or SIGINT. A second signal ends them."""
     stop: asyncio.Future[float] = asyncio.Future()
     loop = asyncio.get_running_loop()
     yield_to(loop)
@@ -82,7 +82,7 @@ async def serve(gateway: Gateway, drain_timeout_s: float) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command; return the exit status."""
     config = resolve(GatewayConfig, argv, command="gateway", help=HELP)
     raise_open_file_limit()
     writer = configure_logging("gateway", level=config.log_level, log_format=config.log_format)

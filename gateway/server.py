@@ -147,7 +147,7 @@ class Gateway:
     # ---- start and stop ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Opens both ports. Raises ConfigError naming the flags of a port that cannot be bound."""
+        """Open both ports. Raises ConfigError naming the flags of a port that cannot be bound."""
         config = self._config
         mailbox, channel = self._open_channel()
         services = self._make_services(mailbox, channel)
@@ -173,7 +173,7 @@ class Gateway:
             raise
 
     def _make_services(self, mailbox: Mailbox, channel: MailboxChannel) -> Services:
-        """Builds the parts that need the channel to the nodes, and collects all that HTTP handlers use."""
+        """Build the parts that need the channel to the nodes, and collect all that HTTP handlers use."""
         config = self._config
         pools = WorkerPools(model.pool for model in self._models)
         self._dispatcher = Dispatcher(
@@ -225,7 +225,7 @@ class Gateway:
         )
 
     async def _listen(self, app: ASGIApp, private: socket.socket | None) -> None:
-        """Opens the HTTP port. Raises ConfigError: it cannot be bound."""
+        """Open the HTTP port. Raises ConfigError: it cannot be bound."""
         config = self._config
         try:
             if self._listener is not None:
@@ -237,7 +237,7 @@ class Gateway:
             raise cannot_bind("--host", config.host, "--port", config.port, error) from error
 
     def _announce(self, incarnation: str) -> None:
-        """Makes this gateway known: through etcd, and to the nodes that ``--prefill`` and ``--decode`` name."""
+        """Make this gateway known: through etcd, and to the nodes that ``--prefill`` and ``--decode`` name."""
         config = self._config
         address = f"{in_url(config.announced_host)}:{self._control.address.rpartition(':')[2]}"
         if self._store is not None:
@@ -248,7 +248,7 @@ class Gateway:
         self._invitations.start()
 
     async def _start_in_group(self, app: ASGIApp, listener: socket.socket, private: socket.socket | None) -> None:
-        """Listens for siblings at once, and accepts clients from the shared socket once a request could be served.
+        """Listen for siblings at once, and accept clients from the shared socket once a request could be served.
 
         Until then, the siblings take them, and after a start they wait in the socket's queue.
         """
@@ -308,7 +308,7 @@ class Gateway:
         return self._control.address
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
-        """Refuses new requests, gives those in flight ``grace_s``, and ends the rest with an error.
+        """Refuse new requests, give those in flight ``grace_s``, and end the rest with an error.
 
         A client that was accepted before may still send its first request, if it does so at once.
         """
@@ -340,16 +340,16 @@ class Gateway:
         self._context.destroy(linger=200)
 
     def _close_listener(self) -> None:
-        """Closes the inherited socket, from which clients may not have been accepted yet."""
+        """Close the inherited socket, from which clients may not have been accepted yet."""
         if self._listener is not None:
             self._listener.close()
 
     def end_grace(self) -> None:
-        """Ends the requests that ``stop`` waits for."""
+        """End the requests that ``stop`` waits for."""
         self._is_grace_over = True
 
     async def _sample(self) -> None:
-        """Adds to the live history every second, also while no page is open: a sample takes microseconds."""
+        """Add to the live history every second, also while no page is open: a sample takes microseconds."""
         while True:
             self._live.add(self._metrics.totals(self._clock.now()))
             await asyncio.sleep(INTERVAL_S)
@@ -365,7 +365,7 @@ class Gateway:
         return max(MAX_VALUES, *(model.context_length or 0 for model in self._models))
 
     def _answered(self, scope: Mapping[str, Any], status: int) -> None:
-        """Counts an answer by path; all below a path with a parameter count together.
+        """Count an answer by path; all below a path with a parameter count together.
 
         Of a request that a sibling has passed on, the sibling counts the answer.
         """
@@ -375,7 +375,7 @@ class Gateway:
         self._metrics.answered("other" if route is None else _without_parameters(route.path), status)
 
     def _ended(self, stream: OutputStream) -> None:
-        """Counts and logs an ended output, charges its tenant and teaches the predictor."""
+        """Count and log an ended output, charge its tenant and teach the predictor."""
         request = stream.request
         self._metrics.ended(stream)
         if self._config.log_requests:

@@ -265,7 +265,7 @@ class PrefillScheduler:
     def _fill(
         self, adder: PrefillAdder, urgent: Request | None, granted: Sequence[Request], now: float
     ) -> list[Request]:
-        """Add chunks as far as the budgets reach. Returns the requests that were admitted.
+        """Add chunks as far as the budgets reach. Return the requests that were admitted.
 
         A prompt with granted pages may overtake any number of prompts that lack pages: the pages that it gives back at
         its end may be the ones that they lack. So may a prompt that ends here, as long as it passes none of its kind.
@@ -361,7 +361,7 @@ class PrefillScheduler:
         return None
 
     def _make_room_for_ending_here(self, now: float) -> Request | None:
-        """Retract computed prompts that wait for decode nodes, so that a prompt fits that needs none; returns it.
+        """Retract computed prompts that wait for decode nodes, so that a prompt fits that needs none; return it.
 
         Call it when the node is idle, which it would stay for as long as the decode nodes are full.
         """
@@ -401,7 +401,7 @@ class PrefillScheduler:
         self._totals["preemptions"] += len(victims)
 
     def _retract_for(self, request: Request, candidates: list[Request], now: float, reason: str) -> Sequence[Request]:
-        """Retract as many candidates as it takes, or none if all of them would not be enough; returns them."""
+        """Retract as many candidates as it takes, or none if all of them would not be enough; return them."""
         num_pages, prefix = self._needs(request)
         victims = victims_for(
             self._cache,
@@ -450,7 +450,7 @@ class PrefillScheduler:
     # ---- taking in a step -------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult) -> list[Effect]:
-        """Take in the result of the oldest outstanding step; returns the effects, as ``take_effects``.
+        """Take in the result of the oldest outstanding step; return the effects, as ``take_effects``.
 
         Rows of requests that have left the slot they were planned for are ignored.
         """

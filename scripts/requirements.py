@@ -54,7 +54,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def main() -> int:
-    """Returns the exit status: 0 if all requirements are met or listed, else 1."""
+    """Return the exit status: 0 if all requirements are met or listed, else 1."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--pins")

@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Turns hypothesis's time limits off: the duration of an example depends on how busy the machine is.
+    """Turn hypothesis's time limits off: the duration of an example depends on how busy the machine is.
 
     Without ``--all``, property tests try a quarter of the examples; those that set a number do so by
     ``support.examples``, if they take seconds.
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collects no garbage while tests are collected, and freezes them: a collection would visit millions of objects.
+    """Collect no garbage while tests are collected, and freeze them: a collection would visit millions of objects.
 
     Many modules of tests end with a collection, which would take half a second each.
     """

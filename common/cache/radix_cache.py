@@ -151,7 +151,7 @@ class RadixCache:
         return num_common // self._page_bytes
 
     def _split(self, lower: TreeNode, num_pages: int) -> TreeNode:
-        """Split a node after ``num_pages`` pages. Returns the upper part, a new node; ``lower`` is the lower part."""
+        """Split a node after ``num_pages`` pages. Return the upper part, a new node; ``lower`` is the lower part."""
         assert 0 < num_pages < len(lower.pages)
         parent = lower.parent
         assert parent is not None
@@ -249,7 +249,7 @@ class RadixCache:
         return leaf.pending
 
     def make_ready(self, pending: Pending) -> TreeNode:
-        """Complete a transfer: its pages move to ``Owner.RADIX``. Returns the deepest node, without a lock."""
+        """Complete a transfer: its pages move to ``Owner.RADIX``. Return the deepest node, without a lock."""
         nodes = pending.nodes
         assert nodes, "this transfer was already completed or dropped"
         self.allocator.move(list(chain.from_iterable([node.pages for node in nodes])), Owner.GRANT, Owner.RADIX)
@@ -347,7 +347,7 @@ class RadixCache:
         return len(pages)
 
     def _take_from_leaf(self, num_pages: int) -> list[int]:
-        """Remove up to ``num_pages`` pages from the end of the leaf that comes first; returns them."""
+        """Remove up to ``num_pages`` pages from the end of the leaf that comes first; return them."""
         leaf = self._leaves.pop()
         if leaf is None:
             return []

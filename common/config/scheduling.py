@@ -134,7 +134,7 @@ class SchedulingOptions:
 
 
 def parse_weights(texts: Iterable[str], flag: str) -> dict[str, float]:
-    """Parse ``NAME:WEIGHT`` strings; returns weights by name, in order.
+    """Parse ``NAME:WEIGHT`` strings; return weights by name, in order.
 
     Raises:
         ConfigError: a string is not of this form, or a name occurs twice; the message names ``flag``.

@@ -48,7 +48,7 @@ def check_tenancy(config: Any) -> None:
 
 
 def parse_quotas(texts: Iterable[str]) -> dict[str, Quota]:
-    """Parse quotas; returns them by tenant.
+    """Parse quotas; return them by tenant.
 
     Args:
         texts: strings ``name:limit=number``; more limits of the same tenant may follow without the name.

@@ -19,12 +19,12 @@ class Distribution:
         self.sum = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
-        """Observes a value ``count`` times."""
+        """Observe a value ``count`` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
     def add_each(self, values: Iterable[float], count: int) -> None:
-        """Observes each value ``count`` times, as calls of ``add`` would."""
+        """Observe each value ``count`` times, as calls of ``add`` would."""
         bounds, counts, total = self.bounds, self.counts, self.sum
         for value in values:
             counts[bisect_left(bounds, value)] += count
@@ -32,7 +32,7 @@ class Distribution:
         self.sum = total
 
     def add_all(self, values: Iterable[float]) -> None:
-        """Observes many values, each in a fraction of the time that ``add`` takes."""
+        """Observe many values, each in a fraction of the time that ``add`` takes."""
         ordered, first = sorted(values), 0
         if not ordered:
             return

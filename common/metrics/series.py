@@ -27,7 +27,7 @@ class LabelledCounter:
         registry.register(self)
 
     def add(self, value: float, *labels: str) -> None:
-        """Adds to one counter; the first addition shows it, also one of 0."""
+        """Add to one counter; the first addition shows it, also one of 0."""
         self.values[labels] = self.values.get(labels, 0) + value
 
     def collect(self) -> Iterator[Metric]:
@@ -38,7 +38,7 @@ class LabelledCounter:
 
 
 def add_distribution(family: HistogramMetricFamily, labels: Sequence[str], values: Distribution) -> None:
-    """Adds the buckets of a distribution to a family of histograms."""
+    """Add the buckets of a distribution to a family of histograms."""
     bounds = [*map(floatToGoString, values.bounds), "+Inf"]
     family.add_metric(labels, list(zip(bounds, accumulate(list(values.counts)), strict=True)), values.sum)
 

@@ -219,7 +219,7 @@ class NodeAdapters:
         return bool(self._withdrawn) or not self._read.empty()
 
     def take(self, in_use: Collection[str], gateways: Collection[str]) -> list[tuple[GatewayLink | None, Adapters]]:
-        """Finish changes; returns the answers with the connections on which they were asked for, and what is to be
+        """Finish changes; return the answers with the connections on which they were asked for, and what is to be
         told to every gateway without a connection.
 
         Args:
@@ -245,7 +245,7 @@ class NodeAdapters:
         return answers
 
     def _finish_load(self, read: Read) -> str:
-        """Serve an adapter that has been read. Returns why it is not, or an empty text."""
+        """Serve an adapter that has been read. Return why it is not, or an empty text."""
         message = read.asked.message
         name = message.name
         if read.was_loading:

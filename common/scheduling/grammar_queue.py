@@ -45,7 +45,7 @@ class GrammarQueue:
         self._is_compiled: dict[str, bool] = {}
 
     def enter(self, request: Request) -> bool:
-        """Count a request that has arrived. Returns whether it must wait for its grammar."""
+        """Count a request that has arrived. Return whether it must wait for its grammar."""
         grammar = request.sampling.grammar
         if not grammar:
             return False
@@ -66,7 +66,7 @@ class GrammarQueue:
             self._effects.append(DropGrammar(grammar))
 
     def compiled(self, grammar: str) -> list[Request]:
-        """Note that a grammar is ready. Returns the requests that have waited for it; unknown grammars are ignored."""
+        """Note that a grammar is ready. Return the requests that have waited for it; unknown grammars are ignored."""
         if grammar in self._is_compiled:
             self._is_compiled[grammar] = True
         return self.waiting_for(grammar)

@@ -49,7 +49,7 @@ class SkipAhead:
             self.blocking.append(request)
 
     def admit(self, request: Request) -> bool:
-        """Note that a request fits. Returns whether it passed requests that did not."""
+        """Note that a request fits. Return whether it passed requests that did not."""
         request.num_passed = 0
         for passed in chain(self._refused, self._deferred, self.blocking):
             passed.num_passed += 1

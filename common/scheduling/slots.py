@@ -82,7 +82,7 @@ class OutstandingSteps(Generic[E]):
         return step
 
     def begin_again(self, step: E, count: int) -> int:
-        """Begin a step as if it had begun and ended ``count - 1`` times before; returns its number."""
+        """Begin a step as if it had begun and ended ``count - 1`` times before; return its number."""
         self._last += count - 1
         return self.begin(step)
 

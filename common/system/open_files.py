@@ -12,7 +12,7 @@ FEW, SAID_S = 8, 60.0
 
 
 def raise_open_file_limit() -> int:
-    """Lets this process open as many files as it may ask for. Returns how many these are."""
+    """Let this process open as many files as it may ask for. Return how many these are."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -31,7 +31,7 @@ class OpenFileWarning:
         self._said_at = -math.inf
 
     def note(self, fd: int) -> None:
-        """Looks at the number of a file that was opened just now."""
+        """Look at the number of a file that was opened just now."""
         if fd >= self._limit - FEW and (now := time.monotonic()) - self._said_at >= SAID_S:
             self._said_at = now
             log.error(

@@ -413,7 +413,7 @@ class Mailbox:
                 self._count_refusal(HandshakeFailure.HANDSHAKE, detail)
 
     def _on_client_event(self, event: int) -> HandshakeFailure | None:
-        """Follow the connection; returns why it could not be made, if it could not."""
+        """Follow the connection; return why it could not be made, if it could not."""
         if event == _CONNECTED:
             self._is_connected, self._lost_at = True, None
         elif event == _REFUSED:

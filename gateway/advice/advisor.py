@@ -207,7 +207,7 @@ class Advisor:
         self.load = ClientLoad()
 
     def tick(self, workers: Sequence[Worker], *, num_in_flight: int, num_waiting: int, now: float) -> None:
-        """Takes in a second. Nodes that drain do not count."""
+        """Take in a second. Nodes that drain do not count."""
         settings, meter = self._settings, self._meter
         meter.sample(num_in_flight, now)
         self.load = meter.load(num_waiting)

@@ -64,7 +64,7 @@ class LoadMeter:
         self._ended.append(EndedRequest(stream.ended_at, num_prompt, len(stream.ids), objectives))
 
     def sample(self, num_in_flight: int, now: float) -> None:
-        """Counts the arrivals so far. Called once a second."""
+        """Count the arrivals so far. Called once a second."""
         arrivals, ended = self._arrivals, self._ended
         arrivals.append((now, self._num_ended + num_in_flight))
         while len(arrivals) > 2 and now - arrivals[1][0] >= self._window_s:

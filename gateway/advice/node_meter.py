@@ -46,7 +46,7 @@ class StepFit:
         self._weight = self._size = self._seconds = self._square = self._product = 0.0
 
     def add(self, size: float, seconds: float) -> None:
-        """Takes the means of the steps of one interval."""
+        """Take the means of the steps of one interval."""
         self._weight = self._weight * DECAY + 1.0
         self._size = self._size * DECAY + size
         self._seconds = self._seconds * DECAY + seconds
@@ -140,7 +140,7 @@ class NodeMeter:
         self._capacity_tokens = self._max_running = 0.0  # of a node, the last while there is none
 
     def sample(self, nodes: Iterable[Worker], now: float) -> NodeFigures:
-        """Takes the last heartbeats of the nodes, and returns the figures. Called once a second."""
+        """Take the last heartbeats of the nodes, and return the figures. Called once a second."""
         nodes = list(nodes)
         fresh: list[Interval] = []
         last: dict[str, tuple[float, Heartbeat]] = {}
@@ -184,7 +184,7 @@ class NodeMeter:
         )
 
     def _learn(self, interval: Interval, node: Worker) -> None:
-        """Takes in what the steps of an interval took, less the prompts that a decode node computed."""
+        """Take in what the steps of an interval took, less the prompts that a decode node computed."""
         if interval.num_steps and interval.size:
             prompts_s = interval.num_computed * node.prompt_token_s if self._role == "decode" else 0.0
             seconds = max(interval.busy_s - prompts_s, 0.0) / interval.num_steps

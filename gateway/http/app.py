@@ -124,7 +124,7 @@ def make_app(
 
 
 def _handle_exceptions(app: FastAPI) -> None:
-    """Makes an answer of each exception, in the form of the path's API."""
+    """Make an answer of each exception, in the form of the path's API."""
 
     def id_of(request: Request) -> str:
         request_id: str = request.scope["state"].get(REQUEST_ID, "")

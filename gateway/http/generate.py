@@ -193,7 +193,7 @@ class GenerateApp:
                 raise  # to the log
 
     async def _generate(self, data: bytes, tenant: str, scope: Scope, send: Send) -> None:
-        """Answers one request: decodes its body, sends its outputs to the nodes, and writes what they return.
+        """Answer one request: decode its body, send its outputs to the nodes, and write what they return.
 
         Refusals are counted by model; the empty name stands for requests that name no served model.
         """
@@ -227,7 +227,7 @@ class GenerateApp:
         await self._write(answer, body, ignored, scope, send)
 
     async def _write(self, answer: _Answer, body: Any, ignored: Sequence[str], scope: Scope, send: Send) -> None:
-        """Writes the outputs of an answer, formatted, while they come or when all have ended.
+        """Write the outputs of an answer, formatted, while they come or when all have ended.
 
         Outputs that have not ended when this ends are aborted, or go on for a grace if they have a key.
 
@@ -264,7 +264,7 @@ class GenerateApp:
     async def _pass_home(
         self, siblings: Siblings, tenant: str, identity: RequestIdentity | None, request: ClientRequest
     ) -> bool:
-        """Has the home of a tenant with a quota, or of a key, answer the request; False if it has no other home."""
+        """Have the home of a tenant with a quota, or of a key, answer the request; False if it has no other home."""
         if self._services.quotas.has_limits(tenant):
             return await siblings.pass_home("tenant", tenant, request)
         return identity is not None and await siblings.pass_home("key", identity.key, request)
@@ -273,7 +273,7 @@ class GenerateApp:
         self, body: Any, model: ServedModel | None, tenant: str,
         *, state: dict[str, Any], arrived_at: float, identity: RequestIdentity | None,
     ) -> _Answer:  # fmt: skip
-        """Sends the outputs of a request to the nodes, or finds those of the request that it repeats.
+        """Send the outputs of a request to the nodes, or find those of the request that it repeats.
 
         Args:
             model: None if it is not served, or not any more.
@@ -358,7 +358,7 @@ class GenerateApp:
         ]
 
     def _submit(self, streams: list[OutputStream]) -> None:
-        """Sends all outputs of a request, or none; those that a node has kept whole have ended already.
+        """Send all outputs of a request, or none; those that a node has kept whole have ended already.
 
         Raises RequestError: too many for their tenant or in all.
         """

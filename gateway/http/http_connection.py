@@ -108,12 +108,12 @@ class HttpConnection(HttpToolsProtocol):
         self.parser = None  # type: ignore[assignment]
 
     def eof_received(self) -> None:
-        """Ends the request in flight: a client that has closed its sending side counts as gone."""
+        """End the request in flight: a client that has closed its sending side counts as gone."""
         self._cancel_request()
         self.close()
 
     def close(self) -> None:
-        """Closes the connection once the client has read everything, or has read nothing for ``STALL_S``."""
+        """Close the connection once the client has read everything, or has read nothing for ``STALL_S``."""
         if not self.transport.is_closing():  # a transport of TLS cannot be closed twice
             self.transport.close()
         self._num_read = num_read(self.transport)
@@ -184,7 +184,7 @@ class HttpConnection(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"\r\n"])
 
     def _refuse(self, error: RequestError) -> None:
-        """Answers a message that cannot be parsed, or fails the request whose body it was; then the connection ends."""
+        """Answer a message that cannot be parsed, or fail the request whose body it was; then the connection ends."""
         self._is_discarding = True
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
@@ -248,7 +248,7 @@ class HttpConnection(HttpToolsProtocol):
             self.expect_100_continue = True
 
     def _refused(self, error: RequestError) -> RequestError:
-        """Keeps the error for the answer: the parser turns every exception into one of its own."""
+        """Keep the error for the answer: the parser turns every exception into one of its own."""
         self._refusal = error
         return error
 
@@ -316,7 +316,7 @@ class HttpConnection(HttpToolsProtocol):
         self.tasks.add(cycle.start(self.app))
 
     def on_response_complete(self) -> None:
-        """Begins the next request, waits for it, or closes. A body that has not been read may still be sent before."""
+        """Begin the next request, wait for it, or close. A body that has not been read may still be sent before."""
         assert self._active is not None
         is_kept_alive, is_body_read, self._active = self._active.keep_alive, not self._active.more_body, None
         if not is_kept_alive:
@@ -336,14 +336,14 @@ class HttpConnection(HttpToolsProtocol):
             self._time_out_after(self.options.header_timeout_s if is_body_read else LINGER_S)
 
     def resume_reading(self) -> None:
-        """Goes on reading, unless enough is queued already."""
+        """Go on reading, unless enough is queued already."""
         if self.cycle is None:  # the connection has ended
             return
         if len(self._pipelined) < PIPELINED and self.cycle.num_unread <= HIGH_WATER_LIMIT:
             self.flow.resume_reading()
 
     def shutdown(self) -> None:
-        """Closes the connection, after the answer to the request in flight if there is one."""
+        """Close the connection, after the answer to the request in flight if there is one."""
         if self._active is None:
             self.close()
         else:

@@ -61,7 +61,7 @@ class HttpServer:
         self._servers: list[asyncio.Server] = []
 
     async def start(self, host: str, port: int) -> None:
-        """Starts the application and listens.
+        """Start the application and listen.
 
         Raises OSError: the port cannot be bound; ConfigError: the application did not start.
         """
@@ -76,7 +76,7 @@ class HttpServer:
             raise ConfigError("the HTTP application did not start; the log says why")
 
     async def accept_from(self, listener: socket.socket) -> None:
-        """Accepts connections from a socket that listens already; it is closed with this server."""
+        """Accept connections from a socket that listens already; it is closed with this server."""
         loop = asyncio.get_running_loop()
         if listener.family == socket.AF_UNIX:
             self._servers.append(await loop.create_unix_server(self._new_connection, sock=listener, backlog=BACKLOG))
@@ -115,12 +115,12 @@ class HttpServer:
         return any(cycle is not None and not cycle.response_complete for cycle in cycles)
 
     def close_listeners(self) -> None:
-        """Accepts no further connections."""
+        """Accept no further connections."""
         for server in self._servers:
             server.close()
 
     async def stop(self) -> None:
-        """Closes all connections, each after the answer to its request in flight, and stops the application."""
+        """Close all connections, each after the answer to its request in flight, and stop the application."""
         self.close_listeners()
         for connection in self.connections:
             connection.shutdown()

@@ -27,7 +27,7 @@ MAX_DEPTH = 256
 
 
 async def check_weight(body: bytes, max_values: int, counter: "ValueCounter | None" = None) -> None:
-    """Counts a body's parts, values and levels, yielding to the event loop between pieces.
+    """Count a body's parts, values and levels, yielding to the event loop between pieces.
 
     Args:
         counter: has counted other texts that belong to the body.
@@ -91,7 +91,7 @@ class ValueCounter:
         self._level, self._is_inside = 0, False
 
     def add(self, piece: bytes) -> None:
-        """Counts the next piece, which must not end inside an escape. Counts after broken JSON do not matter: the
+        """Count the next piece, which must not end inside an escape. Counts after broken JSON do not matter: the
         decoder stops there."""
         codes = np.frombuffer(piece.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
         if not len(codes):

@@ -83,7 +83,7 @@ class Connection(Protocol):
     @property
     def request_id(self) -> bytes: ...
     def resume_reading(self) -> None:
-        """Goes on reading, unless enough is queued already."""
+        """Go on reading, unless enough is queued already."""
         ...
 
     def on_response_complete(self) -> None:
@@ -133,7 +133,7 @@ class RequestCycle:
     # ---- the application ---------------------------------------------------------------------------------------------
 
     def start(self, app: "ASGI3Application") -> "asyncio.Task[None]":
-        """Runs the application in a task, which is cancelled if the client leaves before the end of the answer."""
+        """Run the application in a task, which is cancelled if the client leaves before the end of the answer."""
         self._began_at = self._loop.time()
         self._task = self._loop.create_task(self._run(app))
         return self._task
@@ -163,7 +163,7 @@ class RequestCycle:
         self._task = None  # no cycle of references is left behind
 
     def on_client_gone(self) -> None:
-        """Cancels the application, unless it has answered already."""
+        """Cancel the application, unless it has answered already."""
         if not self.response_complete and not self.disconnected:
             self.disconnected = True
             if self._task is not None:
@@ -172,7 +172,7 @@ class RequestCycle:
                     self._end(self.scope)
 
     def disconnect(self) -> None:
-        """Tells the application that the connection has ended, if it waits for the client."""
+        """Tell the application that the connection has ended, if it waits for the client."""
         self.disconnected = self.disconnected or not self.response_complete
         self._wake()
 
@@ -200,7 +200,7 @@ class RequestCycle:
             self._wake()
 
     def fail(self, error: RequestError) -> None:
-        """Makes ``receive`` raise this error, or an earlier one if there is one."""
+        """Make ``receive`` raise this error, or an earlier one if there is one."""
         self._failure = self._failure or error
         self._body.clear()
         self._wake()
@@ -210,7 +210,7 @@ class RequestCycle:
             self._waiter.set_result(None)
 
     async def _change(self) -> None:
-        """Waits until something has come from the client, or the answer is complete."""
+        """Wait until something has come from the client, or the answer is complete."""
         self._waiter = self._loop.create_future()
         await self._waiter
         self._waiter = None
@@ -250,7 +250,7 @@ class RequestCycle:
     # ---- the answer --------------------------------------------------------------------------------------------------
 
     async def send(self, message: "ASGISendEvent") -> None:
-        """Writes a part of the answer; waits while the client does not read, up to the limit of time."""
+        """Write a part of the answer; wait while the client does not read, up to the limit of time."""
         if self._flow.write_paused and not self.disconnected:
             await self._until_writable()
         if self.disconnected:
@@ -273,7 +273,7 @@ class RequestCycle:
         return not (self._flow.write_paused or self.disconnected or self._waits_for_continue)
 
     def write_json(self, body: bytes) -> None:
-        """Writes a whole answer to a request that is no HEAD, as ``send`` does, but at once: most answers are such."""
+        """Write a whole answer to a request that is no HEAD, as ``send`` does, but at once: most answers are such."""
         assert not self.status, "an application begins its answer once"
         self.status = 200
         close = b"" if self.keep_alive else b"connection: close\r\n"
@@ -286,11 +286,11 @@ class RequestCycle:
         return self._is_chunked and not (self._head or self._flow.write_paused or self.disconnected)
 
     def write_chunk(self, data: bytes) -> None:
-        """Writes a part of a chunked answer that has begun, as ``send`` does, but at once."""
+        """Write a part of a chunked answer that has begun, as ``send`` does, but at once."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def _until_writable(self) -> None:
-        """Waits until the client has read enough. Aborts the connection, which cancels the task, if it reads none."""
+        """Wait until the client has read enough. Abort the connection, which cancels the task, if it reads none."""
         limit = self.scope["state"].get(RESPONSE_TIMEOUT)
         while self._flow.write_paused:
             before = num_read(self._transport)
@@ -364,8 +364,8 @@ class RequestCycle:
 
 
 def num_read(transport: asyncio.Transport) -> int:
-    """Grows whenever the client's system takes bytes of answers: those that it has acknowledged, since the buffer of a
-    TLS transport does not tell when they have left."""
+    """Return a number that grows whenever the client's system takes bytes of answers: those that it has acknowledged,
+    since the buffer of a TLS transport does not tell when they have left."""
     own = transport.get_extra_info("socket")
     if own is None:  # the connection has just been lost, as below
         return 0

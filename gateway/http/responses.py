@@ -181,7 +181,7 @@ class ResponsesApi:
         return [item for items in lists for item in _decode_items(items)]
 
     def _stored(self, body: ResponsesRequest, output: OutputStream, response: dict[str, Any]) -> Callable[[], None]:
-        """Encodes a response, perhaps on a thread; what this returns stores it and belongs to the event loop."""
+        """Encode a response, perhaps on a thread; what this returns stores it and belongs to the event loop."""
         stored = StoredResponse(
             response["id"],
             body.previous_response_id,

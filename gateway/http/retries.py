@@ -69,7 +69,7 @@ class Retries:
         self._grace_s = grace_s
 
     def attach(self, identity: RequestIdentity, events: OutputEvents) -> KeyedRequest | None:
-        """Gives the outputs of the request that this one repeats to a new answer; None if it repeats none.
+        """Give the outputs of the request that this one repeats to a new answer; None if it repeats none.
 
         Raises RequestError: another request has the same key.
         """
@@ -107,7 +107,7 @@ class Retries:
         return KeyedRequest(identity, answer_id, self._store, None)
 
     def add(self, request: KeyedRequest, streams: list[OutputStream], events: OutputEvents) -> None:
-        """Makes a request known by its key, once its outputs are sent, and gives them to its answer."""
+        """Make a request known by its key, once its outputs are sent, and give them to its answer."""
         request.streams.extend(streams)
         self._store.add(request)
         request.attach(events)
@@ -123,7 +123,7 @@ class Retries:
             request.reader = Grace(request, self._grace_s, self._abort)
 
     def _abort(self, request: KeyedRequest) -> None:
-        """Ends the outputs that are still in flight."""
+        """End the outputs that are still in flight."""
         for stream in request.streams:
             if not stream.is_ended:
                 self._dispatcher.abort(stream.request.rid, "the client has disconnected")

@@ -73,7 +73,7 @@ class OutputEvents:
         self._task = asyncio.current_task()
 
     def end(self) -> None:
-        """Ends the answer and its connection, which is presumed dead since its client has asked again."""
+        """End the answer and its connection, which is presumed dead since its client has asked again."""
         if self._task is not None:
             self._task.cancel()
 
@@ -99,13 +99,13 @@ class OutputEvents:
         return bool(self._paused) and all(stream.num_untaken * _weight(stream) <= most for stream in self._paused)
 
     def resume(self) -> None:
-        """Lets the paused outputs go on, once the client has read nearly all that was written."""
+        """Let the paused outputs go on, once the client has read nearly all that was written."""
         paused, self._paused = self._paused, []
         for stream in paused:
             self._set_paused(stream.request.rid, False)
 
     async def changed(self, writer: DirectWriter | None = None) -> list[OutputStream]:
-        """Waits until an output has something new; returns all that have, each once. None of them: silence.
+        """Wait until an output has something new; return all that have, each once. None of them: silence.
 
         Args:
             writer: writes new text meanwhile; this returns when an output has ended or the connection takes no more.
@@ -121,7 +121,7 @@ class OutputEvents:
         return changed
 
     def _look_at_silence(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wakes the task whenever nothing has been written for long enough, until ``close``."""
+        """Wake the task whenever nothing has been written for long enough, until ``close``."""
         now, silent_at = loop.time(), self._written_at + self._ping_s
         if silent_at <= now:
             silent_at = now + self._ping_s
@@ -164,7 +164,7 @@ class OutputEvents:
         return b"".join(events)
 
     def write(self, data: bytes, now: float) -> None:
-        """Writes what ``format`` has returned; an error ends this stream alone."""
+        """Write what ``format`` has returned; an error ends this stream alone."""
         assert self._writer is not None and self._waiter is not None
         try:
             self._writer.cycle.write_chunk(data)
@@ -209,7 +209,7 @@ async def send_whole(
     *,
     headers: Mapping[str, str],
 ) -> None:
-    """Waits for all outputs and sends the answer. Raises RequestError: the first error of an output."""
+    """Wait for all outputs and send the answer. Raises RequestError: the first error of an output."""
     num_open = len(outputs)
     while num_open:
         for output in await events.changed():
@@ -260,7 +260,7 @@ async def send_stream(
     *,
     headers: Mapping[str, str],
 ) -> None:
-    """Sends server-sent events, and comments while there are none.
+    """Send server-sent events, and comments while there are none.
 
     The status is sent with the first of them, so that an early failure has its own.
     """
@@ -286,7 +286,7 @@ async def _send_events(
     events: OutputEvents,
     formatter: ResponseFormatter,
 ) -> bytes:
-    """Sends all events but the last, which it returns. Raises RequestError: an output has failed."""
+    """Send all events but the last, which it returns. Raises RequestError: an output has failed."""
     loop, cycle = asyncio.get_running_loop(), cycle_of(send)
     writer = None if cycle is None else DirectWriter(cycle, formatter)
     out: list[bytes] = []

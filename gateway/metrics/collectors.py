@@ -134,7 +134,7 @@ class Metrics:
         self._answers.add(1, path, str(status))
 
     def rejected(self, model: str, error: RequestError) -> None:
-        """Counts a request refused before it was sent to a node; the model is empty if it names no served one."""
+        """Count a request refused before it was sent to a node; the model is empty if it names no served one."""
         self._rejections.add(1, model, str(error.code))
 
     def on_gap(self, model: str) -> Callable[[float, int], None]:
@@ -159,7 +159,7 @@ class Metrics:
             self._count(model, [output for output in outputs if output.request.model == model])
 
     def _count(self, model: str, outputs: Sequence[OutputStream]) -> None:
-        """Counts ended outputs of one model."""
+        """Count ended outputs of one model."""
         for end, count in Totals([output.end for output in outputs]).items():
             self._outputs.add(count, model, end)
         self._local_prefills.add(sum([output.is_local_prefill for output in outputs]), model)

@@ -54,7 +54,7 @@ class LiveHistory:
         self._totals: deque[MetricTotals] = deque(maxlen=NUM_SAMPLES + 1)
 
     def add(self, totals: MetricTotals) -> None:
-        """Adds the totals of now, about ``INTERVAL_S`` after those before."""
+        """Add the totals of now, about ``INTERVAL_S`` after those before."""
         if self._totals:
             last = self._totals[-1]
             window = self._totals[max(len(self._totals) - WINDOW_S, 0)]

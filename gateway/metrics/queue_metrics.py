@@ -44,7 +44,7 @@ class QueueMetrics:
         registry.register(self)
 
     def ended(self, model: str, outputs: Sequence[OutputStream], timings: Sequence[Mapping[str, float]]) -> None:
-        """Counts ended outputs of one model. Each waited until a node started its prompt, or else until its end.
+        """Count ended outputs of one model. Each waited until a node started its prompt, or else until its end.
 
         Args:
             timings: of each output.

@@ -65,7 +65,7 @@ SENT = {1: "to {1.name} alone, {0:.3f} s after it came", 2: "to {1.name} and {2.
 
 class NodeChannel(Protocol):
     def send(self, message: Message, *incarnations: str) -> None:
-        """Sends a message to nodes once the current event is handled. ``on_worker_lost`` follows, never before this
+        """Send a message to nodes once the current event is handled. ``on_worker_lost`` follows, never before this
         returns, if one cannot be reached."""
         ...
 
@@ -134,7 +134,7 @@ class Dispatcher:
     # ---- arrival ----------------------------------------------------------------------------------------------------
 
     def dispatch(self, streams: Sequence[OutputStream]) -> None:
-        """Takes the outputs of one HTTP request, all or none; the samples of a prompt go to one pair.
+        """Take the outputs of one HTTP request, all or none; the samples of a prompt go to one pair.
 
         Raises RequestError: an id is in use, an adapter has been unloaded, too many requests are in flight, or no nodes
             are registered.
@@ -182,11 +182,11 @@ class Dispatcher:
         self._send(placed, now)
 
     def end_kept(self, stream: OutputStream) -> None:
-        """Takes an output that a node has kept whole for another gateway, so that it never is in flight here."""
+        """Take an output that a node has kept whole for another gateway, so that it never is in flight here."""
         self._on_end(stream)
 
     def _enqueue_rest(self, flights: Sequence[InFlightRequest], num_sent: int, num_able: int, now: float) -> None:
-        """Lets requests wait: those up to ``num_able`` for the next turn, the others for room."""
+        """Let requests wait: those up to ``num_able`` for the next turn, the others for room."""
         for i, flight in enumerate(flights[num_sent:], num_sent):
             if i >= num_able:
                 rid, num_waiting = flight.stream.request.rid, len(flight.pool.queue)
@@ -196,7 +196,7 @@ class Dispatcher:
             self.pump_soon()
 
     def _admit(self, pool: WorkerPool, streams: Sequence[OutputStream], now: float) -> None:
-        """Counts the outputs in. If there are too many, less urgent requests are evicted, or these are refused."""
+        """Count the outputs in. If there are too many, less urgent requests are evicted, or these are refused."""
         limits = pool.registry.accepted
         if limits is None:
             raise pool.no_route()
@@ -244,7 +244,7 @@ class Dispatcher:
     # ---- to the nodes -----------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Sends waiting requests, in order, as far as the nodes have room."""
+        """Send waiting requests, in order, as far as the nodes have room."""
         self._is_pump_due = False
         now = self._clock.now()
         for pool in self._pools.values():
@@ -273,7 +273,7 @@ class Dispatcher:
         return max(pool.router.dispatch_capacity(pool.registry.prefills, pool.registry.decodes), 0)
 
     def pump_soon(self) -> None:
-        """Calls ``pump`` once the current events are handled, since many requests may end together."""
+        """Call ``pump`` once the current events are handled, since many requests may end together."""
         if not self._is_pump_due:
             self._is_pump_due = True
             self._timers.call_soon(self.pump)
@@ -284,7 +284,7 @@ class Dispatcher:
         self.pump_soon()
 
     def tick(self, now: float) -> None:
-        """Ends requests that have waited too long for nodes to come back, lets failed pairs be probed, and moves
+        """End requests that have waited too long for nodes to come back, let failed pairs be probed, and move
         requests away from draining nodes."""
         for pool in self._pools.values():
             self._order_moves(pool, now)
@@ -298,7 +298,7 @@ class Dispatcher:
             self._fail(flight, error)
 
     def _place(self, flight: InFlightRequest, now: float) -> bool:
-        """Chooses the pair of a request, which is sent next; False if no page pool is large enough."""
+        """Choose the pair of a request, which is sent next; False if no page pool is large enough."""
         stream, pool, request = flight.stream, flight.pool, flight.stream.request
         if flight.recovery is None and not stream.ids:
             pair = self._choose(pool, request, flight.pairs.get(request.prompt_number), now)
@@ -322,7 +322,7 @@ class Dispatcher:
         return True
 
     def _send(self, placed: Sequence[InFlightRequest], now: float) -> None:
-        """Sends requests to their pairs; neighbouring samples of one prompt share a message.
+        """Send requests to their pairs; neighbouring samples of one prompt share a message.
 
         An unexpected error ends only the requests of its message.
         """
@@ -364,7 +364,7 @@ class Dispatcher:
     def reprioritize(
         self, request_id: str, tenant: str | None, priority: int | None, priority_class: str | None
     ) -> int:
-        """Changes the priority or class, unless None, in the queue and on the nodes. Returns how many outputs.
+        """Change the priority or class, unless None, in the queue and on the nodes. Return how many outputs.
 
         Args:
             tenant: changes only this tenant's requests; None those of all.
@@ -375,7 +375,7 @@ class Dispatcher:
         return len(flights)
 
     def change_priority(self, rid: str, priority: int) -> None:
-        """Changes the priority of one output in flight, in the queue and on the nodes."""
+        """Change the priority of one output in flight, in the queue and on the nodes."""
         self._reprioritize(self._in_flight[rid], priority, None)
 
     def _reprioritize(self, flight: InFlightRequest, priority: int | None, priority_class: str | None) -> None:
@@ -391,7 +391,7 @@ class Dispatcher:
         self._channel.send(message, *flight.nodes)
 
     def set_paused(self, rid: str, is_paused: bool) -> None:
-        """Pauses a request on its decode node, since its client is slow to read, or lets it go on."""
+        """Pause a request on its decode node, since its client is slow to read, or let it go on."""
         flight = self._in_flight.get(rid)
         if flight is None or flight.is_paused == is_paused:
             return
@@ -404,7 +404,7 @@ class Dispatcher:
             self.pump_soon()
 
     def _hold_if_paused(self, flight: InFlightRequest) -> None:
-        """Tells the decode node whether to compute a request. A trial goes on until it has passed."""
+        """Tell the decode node whether to compute a request. A trial goes on until it has passed."""
         is_held = flight.is_paused and not flight.is_on_trial
         if flight.pair is not None and flight.pair.decode is not None and flight.is_held != is_held:
             flight.is_held = is_held
@@ -414,11 +414,11 @@ class Dispatcher:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def abort(self, rid: str, message: str = "the request was aborted") -> bool:
-        """Ends one request on the client's behalf; False if it is not in flight."""
+        """End one request on the client's behalf; False if it is not in flight."""
         return self._fail_rid(rid, RequestError(ErrorCode.ABORTED, message))
 
     def abort_matching(self, request_id: str | None, tenant: str | None = None) -> int:
-        """Ends a request, or all outputs of a batch, by the id that the client knows. Returns how many.
+        """End a request, or all outputs of a batch, by the id that the client knows. Return how many.
 
         Args:
             request_id: None matches all.
@@ -427,13 +427,13 @@ class Dispatcher:
         return sum(self.abort(flight.stream.request.rid) for flight in self._in_flight.matching(request_id, tenant))
 
     def shut_down(self) -> None:
-        """Ends all requests and refuses new ones: the gateway stops."""
+        """End all requests and refuse new ones: the gateway stops."""
         self._is_shut = True
         for flight in list(self._in_flight.values()):
             self._fail(flight, RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping"))
 
     def fail_internal(self, rid: str) -> bool:
-        """Ends a request because handling it raised an unexpected error; False if it is not in flight."""
+        """End a request because handling it raised an unexpected error; False if it is not in flight."""
         return self._fail_rid(rid, RequestError(ErrorCode.INTERNAL, INTERNAL_ERROR))
 
     def _on_deadline(self, rid: str) -> None:
@@ -486,7 +486,7 @@ class Dispatcher:
         self._end_attempt(flight, pair)
 
     def _end_attempt(self, flight: InFlightRequest, pair: WorkerPair) -> None:
-        """Counts an attempt out."""
+        """Count an attempt out."""
         if flight.is_prefill_counted:
             flight.pool.router.prefill_done(pair, self._clock.now())
         if flight.is_held:
@@ -499,7 +499,7 @@ class Dispatcher:
     # ---- further attempts -------------------------------------------------------------------------------------------
 
     def _recover(self, flight: InFlightRequest, end: AttemptEnd) -> None:
-        """Ends what is left of an attempt that ended without the request's fault, and prepares the next one."""
+        """End what is left of an attempt that ended without the request's fault, and prepare the next one."""
         assert flight.pair is not None
         now, rid = self._clock.now(), flight.stream.request.rid
         backoff_s = self._further.attempt_ended(flight, end, now)
@@ -526,7 +526,7 @@ class Dispatcher:
         self._put_back(flight)
 
     def _put_back(self, flight: InFlightRequest) -> None:
-        """Lets a request join the queue again, for its next attempt."""
+        """Let a request join the queue again, for its next attempt."""
         if flight.queued is None:
             flight.queued = request_of(flight.stream)
         flight.pool.queue.put_back(flight.queued)
@@ -544,7 +544,7 @@ class Dispatcher:
             self._channel.send(Move(order.rid, attempt, order.attempt, order.target.peer), order.source)
 
     def _go_on_at_target(self, flight: InFlightRequest) -> None:
-        """Continues a request that has stopped to move, once all of its tokens are here."""
+        """Continue a request that has stopped to move, once all of its tokens are here."""
         move = self._moves.take_complete(flight)
         if move is None:
             return
@@ -569,7 +569,7 @@ class Dispatcher:
     # ---- messages of nodes ------------------------------------------------------------------------------------------
 
     def on_tokens(self, sender: str, message: Tokens) -> None:
-        """Passes tokens to their stream; the sender of tokens that belong to no request is told to stop."""
+        """Pass tokens to their stream; the sender of tokens that belong to no request is told to stop."""
         flight = self._in_flight.concerned(sender, message)
         if flight is None:
             self._channel.send(Abort(message.rid, message.attempt), sender)
@@ -601,7 +601,7 @@ class Dispatcher:
         self._recover(flight, end)
 
     def on_spans(self, sender: str, message: Spans, report: StageReport) -> bool:
-        """Passes spans of a node to their stream; False if it has ended."""
+        """Pass spans of a node to their stream; False if it has ended."""
         flight = self._in_flight.concerned(sender, message)
         if flight is None:
             return False
@@ -634,7 +634,7 @@ class Dispatcher:
     def on_worker_lost(
         self, incarnation: str, name: str, *, is_empty: bool = False, alive_until: float = math.inf
     ) -> None:
-        """Continues the requests of a node that is no longer registered on others.
+        """Continue the requests of a node that is no longer registered on others.
 
         Args:
             is_empty: the node was done with all requests.

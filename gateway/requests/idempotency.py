@@ -96,7 +96,7 @@ class Reader(Protocol):
     def wake(self, stream: OutputStream) -> None: ...
 
     def end(self) -> None:
-        """Ends the answer, since its client has asked again."""
+        """End the answer, since its client has asked again."""
         ...
 
 
@@ -128,7 +128,7 @@ class KeyedRequest:
         return sum(map(_num_bytes, self.streams))
 
     def wake(self, stream: OutputStream) -> None:
-        """Passes on that an output has something new."""
+        """Pass on that an output has something new."""
         if stream.is_ended:
             self.num_ended += 1
             self.has_failed |= stream.error is not None
@@ -137,7 +137,7 @@ class KeyedRequest:
             self.reader.wake(stream)
 
     def attach(self, reader: Reader) -> None:
-        """Gives the outputs to another reader, from their beginning, and ends the answer that had them."""
+        """Give the outputs to another reader, from their beginning, and end the answer that had them."""
         previous, self.reader = self.reader, reader
         for stream in self.streams:
             stream.rewind()
@@ -147,7 +147,7 @@ class KeyedRequest:
             previous.end()
 
     def detach(self, reader: Reader) -> bool:
-        """Lets a reader go; False if another one has taken the outputs over."""
+        """Let a reader go; False if another one has taken the outputs over."""
         if self.reader is not reader:
             return False
         self.reader = None
@@ -195,14 +195,14 @@ class IdempotencyStore:
         return None  # the dispatcher refuses an id that is in flight
 
     def add(self, request: KeyedRequest) -> None:
-        """Makes a request known whose outputs have been sent to nodes, or wait."""
+        """Make a request known whose outputs have been sent to nodes, or wait."""
         if not request.has_failed:
             self._ended.drop(request.identity.index)  # an ended request of the same rid
             self._in_flight[request.identity.index] = request
             self.on_output_ended(request)  # if the nodes had all of its outputs
 
     def on_output_ended(self, request: KeyedRequest) -> None:
-        """Keeps a request whose outputs have ended well, and forgets one with an output that failed."""
+        """Keep a request whose outputs have ended well, and forget one with an output that failed."""
         index = request.identity.index
         if self._in_flight.get(index) is not request or not (request.has_failed or request.is_ended):
             return
@@ -217,7 +217,7 @@ class IdempotencyStore:
             self._ended.shrink()
 
     def check(self) -> None:
-        """Recounts the bytes. Raises AssertionError."""
+        """Recount the bytes. Raises AssertionError."""
         self._ended.check()
         assert not any(index in self._in_flight for index in self._ended)
 

@@ -86,7 +86,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
         return "stopped" if stream.finish else "aborted"
 
     def begin_attempt(self, pair: WorkerPair, nodes: Sequence[Worker], attempt: int, now: float) -> None:
-        """Notes that an attempt is sent to a pair, which has these nodes."""
+        """Note that an attempt is sent to a pair, which has these nodes."""
         stream = self.stream
         self.pairs[stream.request.prompt_number] = self.pair = pair
         self.attempt, self.began_at = attempt, now
@@ -168,7 +168,7 @@ class InFlightTable(dict[str, InFlightRequest]):
         self._num_with[request.model, request.adapter] += 1
 
     def place(self, flight: InFlightRequest, nodes: tuple[str, ...]) -> None:
-        """Sets the nodes that work on a request."""
+        """Set the nodes that work on a request."""
         rid = flight.stream.request.rid
         for incarnation in flight.nodes:
             there = self._at[incarnation]

@@ -176,7 +176,7 @@ class OutputStream(msgspec.Struct, eq=False):
             self.reports.append(report)
 
     def on_tokens(self, message: Tokens, now: float) -> None:
-        """Takes one token message, and early ones that it completes."""
+        """Take one token message, and early ones that it completes."""
         if self.is_ended:
             return
         known = len(self.ids)
@@ -197,11 +197,11 @@ class OutputStream(msgspec.Struct, eq=False):
         return bool(self._early and self.ids)
 
     def drop_early(self) -> None:
-        """Drops tokens that came before those in front of them: their attempt has ended, and the next sends them."""
+        """Drop tokens that came before those in front of them: their attempt has ended, and the next sends them."""
         self._early.clear()
 
     def fail(self, error: RequestError, now: float) -> None:
-        """Ends the output with an error, unless it has ended already."""
+        """End the output with an error, unless it has ended already."""
         if not self.is_ended:
             self.error = error
             self._end(now)
@@ -229,11 +229,11 @@ class OutputStream(msgspec.Struct, eq=False):
         return Delta(text, first, ids[first:], self.logprobs[first:], self.is_ended, self.pieces[num_pieces:])
 
     def rewind(self) -> None:
-        """Makes ``take`` begin again with the first token, for another reader."""
+        """Make ``take`` begin again with the first token, for another reader."""
         self._num_ids_taken = self._num_text_taken = self._num_pieces_taken = 0
 
     def compact(self) -> None:
-        """Frees what an ended output does not need to be read again."""
+        """Free what an ended output does not need to be read again."""
         assert self.is_ended
         self.request = unbound(self.request)
         self._detokenizer = self._stops = self._parser = None
@@ -276,7 +276,7 @@ class OutputStream(msgspec.Struct, eq=False):
             self._finish(message.finish, now, num_hidden=len(tokens) - len(shown))
 
     def _show(self, tokens: tuple[int, ...]) -> int:
-        """Turns tokens into text; returns how many it took before a stop string was complete."""
+        """Turn tokens into text; return how many it took before a stop string was complete."""
         detokenizer = self._detokenizer
         if detokenizer is None:
             detokenizer = self._detokenizer = self.new_detokenizer()
@@ -331,7 +331,7 @@ class OutputStream(msgspec.Struct, eq=False):
         return len(tokens)
 
     def _assign_tokens(self, num_pieces: int) -> None:
-        """Assigns the shown tokens that belong to no part yet to the last of the new pieces.
+        """Assign the shown tokens that belong to no part yet to the last of the new pieces.
 
         Args:
             num_pieces: how many pieces there were before.
@@ -346,7 +346,7 @@ class OutputStream(msgspec.Struct, eq=False):
         self._num_decided = end
 
     def _finish(self, reason: str, now: float, *, num_hidden: int = 0) -> None:
-        """Ends the output normally, with the text that is still held back.
+        """End the output normally, with the text that is still held back.
 
         Args:
             num_hidden: tokens at the end that have no text.

@@ -60,7 +60,7 @@ class ResponseStore:
         return self._cache.num_bytes
 
     def add(self, tenant: str, stored: StoredResponse, now: float) -> None:
-        """Stores a response, unless it alone exceeds the limits."""
+        """Store a response, unless it alone exceeds the limits."""
         self._cache.expire(now)
         if self._cache.fits(stored.num_bytes):
             self._cache.add((tenant, stored.response_id), stored, stored.num_bytes, now)
@@ -104,11 +104,11 @@ class ResponseStore:
             raise self._missing(response_id)
 
     def check(self) -> None:
-        """Recounts the bytes. Raises AssertionError."""
+        """Recount the bytes. Raises AssertionError."""
         self._cache.check()
 
     def _use(self, tenant: str, response_id: str, now: float) -> list[StoredResponse]:
-        """Marks a response, and then each one that it continues, as used; returns them in this order.
+        """Mark a response, and then each one that it continues, as used; return them in this order.
 
         The first response of a conversation becomes the most recently used, so it is evicted last.
         """

@@ -59,26 +59,26 @@ class TenantCache(Generic[Key, Value]):
         return value
 
     def add(self, key: Key, value: Value, num_bytes: int, now: float) -> None:
-        """Adds a value that ``fits``, in place of any other with its key. ``shrink`` must follow."""
+        """Add a value that ``fits``, in place of any other with its key. ``shrink`` must follow."""
         self.drop(key)
         self._entries[key] = value, num_bytes, now
         self._num_values[key[0]] += 1
         self._num_bytes[key[0]] += num_bytes
 
     def shrink(self) -> None:
-        """Drops values until the others are within the limits."""
+        """Drop values until the others are within the limits."""
         while len(self._entries) > self._max_values:
             self._drop_of_largest(self._num_values)
         while self.num_bytes > self._max_bytes:
             self._drop_of_largest(self._num_bytes)
 
     def _drop_of_largest(self, amounts: Counter[str]) -> None:
-        """Drops the value that the tenant with the largest amount has not used for longest."""
+        """Drop the value that the tenant with the largest amount has not used for longest."""
         [(largest, _)] = amounts.most_common(1)
         self.drop(next(key for key in self._entries if key[0] == largest))
 
     def expire(self, now: float) -> None:
-        """Drops the values that have not been used for too long."""
+        """Drop the values that have not been used for too long."""
         while self._entries:
             key, (_, _, used_at) = next(iter(self._entries.items()))
             if now - used_at <= self._max_age_s:
@@ -86,7 +86,7 @@ class TenantCache(Generic[Key, Value]):
             self.drop(key)
 
     def drop(self, key: Key) -> bool:
-        """Drops a value; False if there is none."""
+        """Drop a value; False if there is none."""
         if key not in self._entries:
             return False
         _, num_bytes, _ = self._entries.pop(key)
@@ -97,7 +97,7 @@ class TenantCache(Generic[Key, Value]):
         return True
 
     def check(self) -> None:
-        """Recounts values and bytes. Raises AssertionError."""
+        """Recount values and bytes. Raises AssertionError."""
         num_values, counted = Counter(key[0] for key in self._entries), Counter[str]()
         for key, (_, num_bytes, _) in self._entries.items():
             counted[key[0]] += num_bytes

@@ -97,7 +97,7 @@ class SiblingAnswer:
         self.headers: list[tuple[bytes, bytes]] = []
 
     async def read_receipt(self) -> None:
-        """Waits until the sibling has begun to read the body of the request, or to answer."""
+        """Wait until the sibling has begun to read the body of the request, or to answer."""
         while not (self._is_received or self._has_head):
             await self._read()
 
@@ -120,7 +120,7 @@ class SiblingAnswer:
         return b"".join([part async for part in self.parts()])
 
     def close(self) -> None:
-        """Closes the connection; the sibling ends a request that is not answered yet."""
+        """Close the connection; the sibling ends a request that is not answered yet."""
         self._writer.transport.abort()
 
     async def _read(self) -> None:
@@ -151,7 +151,7 @@ class SiblingAnswer:
 
 
 async def ask(address: str, request: bytes, *, receipt_s: float | None = None) -> SiblingAnswer:
-    """Sends a request to a sibling and waits for the head of its answer, which the caller closes.
+    """Send a request to a sibling and wait for the head of its answer, which the caller closes.
 
     Args:
         receipt_s: how long the sibling may take to read a body that is announced by ``expect: 100-continue``.

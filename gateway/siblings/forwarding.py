@@ -81,7 +81,7 @@ class Siblings:
         return self._group.index
 
     async def pass_home(self, kind: str, key: str, request: ClientRequest) -> bool:
-        """Has the gateway answer that takes all requests of this kind and key; False if it is this one or is gone.
+        """Have the gateway answer that takes all requests of this kind and key; False if it is this one or is gone.
 
         A gateway that has just been started has no nodes yet, and knows no adapters: it counts as gone.
         """
@@ -91,7 +91,7 @@ class Siblings:
         return await self._pass(home, request, Passed.HOME, unless=(ErrorCode.NO_ROUTE, ErrorCode.MODEL_NOT_FOUND))
 
     async def pass_to_holder(self, code: ErrorCode, request: ClientRequest) -> bool:
-        """Asks one sibling after the other for an answer other than an error with this code; False without one."""
+        """Ask one sibling after the other for an answer other than an error with this code; False without one."""
         if request.scope["state"].get(PASSED) == Passed.QUESTION:
             return False
         for index in self._group.others:
@@ -119,7 +119,7 @@ class Siblings:
         return self._request_timeout_s if request.deadline_ms is None else request.deadline_ms / 1_000
 
     async def _pass(self, index: int, request: ClientRequest, passed: Passed, *, unless: Sequence[ErrorCode]) -> bool:
-        """Has a sibling answer; False if it is gone, or its answer is an error with one of these codes."""
+        """Have a sibling answer; False if it is gone, or its answer is an error with one of these codes."""
         answer = await self._ask(index, request, passed)
         if answer is None:
             return False
@@ -146,7 +146,7 @@ class Siblings:
             raise RequestError(ErrorCode.DEADLINE_EXCEEDED, message) from None
 
     async def _relay(self, answer: SiblingAnswer, request: ClientRequest) -> None:
-        """Sends an answer to the client while it comes. If the sibling is lost, or hangs for longer than a client may
+        """Send an answer to the client while it comes. If the sibling is lost, or hangs for longer than a client may
         take to read, the client's connection breaks."""
         limit_s = request.scope["state"][RESPONSE_TIMEOUT] = self._deadline_s(request) + STALL_S
         send = request.send

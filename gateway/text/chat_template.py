@@ -129,7 +129,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, file: Path | None = None) -> "ChatTemplate | None":
-        """Loads ``file``, or the templates of a folder; None without one.
+        """Load ``file``, or the templates of a folder; None without one.
 
         Raises ConfigError: it cannot be read, or does not parse.
         """
@@ -270,7 +270,7 @@ def tools_size(body: ChatBody) -> int:
 
 
 def _check_chat(body: ChatBody) -> None:
-    """Refuses what no template could render."""
+    """Refuse what no template could render."""
     if not body.messages:
         raise refuse("must not be empty", "messages")
     kwargs = body.chat_template_kwargs or {}

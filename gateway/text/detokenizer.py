@@ -91,7 +91,7 @@ class WindowDetokenizer:
         return self._show(before, after, end)
 
     def _show(self, before: str, text: str, end: int) -> str:
-        """Moves the window behind the ids up to ``end``, whose text follows that of the window; drops ids without."""
+        """Move the window behind the ids up to ``end``, whose text follows that of the window; drop ids without."""
         if len(text) <= len(before):
             del self._ids[self._shown : end]
             return ""

@@ -101,7 +101,7 @@ class IncrementalParser(ABC):
 
     @abstractmethod
     def _parse(self) -> Steps[None]:
-        """Reads the output; returns only at its end."""
+        """Read the output; return only at its end."""
 
     @property
     def _is_at_boundary(self) -> bool:
@@ -109,13 +109,13 @@ class IncrementalParser(ABC):
         return bool(self._marker) or self._is_ended
 
     def _take(self, end: int) -> str:
-        """Reads the text of the buffer up to ``end``."""
+        """Read the text of the buffer up to ``end``."""
         text = self._buffer[self._at : end]
         self._at = end
         return text
 
     def _take_marker(self) -> str:
-        """Reads the token marker, as if it had been text of the buffer."""
+        """Read the token marker, as if it had been text of the buffer."""
         marker, self._marker = self._marker, ""
         self._buffer, self._at = marker, len(marker)
         return marker
@@ -129,7 +129,7 @@ class IncrementalParser(ABC):
         return self._buffer[self._at]
 
     def _run(self, pattern: re.Pattern[str], sink: Sink) -> Steps[bool]:
-        """Reads as much as ``pattern`` matches, a repeated set of characters; False if this is nothing."""
+        """Read as much as ``pattern`` matches, a repeated set of characters; False if this is nothing."""
         is_found = False
         while True:
             end = pattern.match(self._buffer, self._at).end()  # type: ignore[union-attr] # it matches the empty text
@@ -141,7 +141,7 @@ class IncrementalParser(ABC):
             yield
 
     def _literal(self, text: str, sink: Sink) -> Steps[bool]:
-        """Reads exactly this text, or nothing if another follows."""
+        """Read exactly this text, or nothing if another follows."""
         while True:
             following = self._buffer[self._at : self._at + len(text)]
             if following == text:
@@ -153,7 +153,7 @@ class IncrementalParser(ABC):
             yield
 
     def _accept(self, markers: Sequence[str], sink: Sink) -> Steps[str]:
-        """Reads one of these markers if it comes next, and returns it; otherwise reads nothing and returns ""."""
+        """Read one of these markers if it comes next, and return it; otherwise read nothing and return ""."""
         if not (yield from self._peek()):
             if self._marker not in markers:
                 return ""
@@ -166,7 +166,7 @@ class IncrementalParser(ABC):
         return ""
 
     def _text_until(self, markers: Sequence[str], sink: Sink) -> Steps[str]:
-        """Reads text up to the first of these markers, reads and returns it; "" at the end. Other tokens are text."""
+        """Read text up to the first of these markers, read and return it; "" at the end. Other tokens are text."""
         spelled = [marker for marker in markers if marker not in self._token_markers]
         pattern = re.compile("|".join(map(re.escape, spelled))) if spelled else None
         while True:
@@ -189,7 +189,7 @@ class IncrementalParser(ABC):
                 yield
 
     def _json(self, sink: Sink) -> Steps[bool]:
-        """Reads one JSON value; False if it is broken or cut off, then what follows has not been read.
+        """Read one JSON value; False if it is broken or cut off, then what follows has not been read.
 
         Only brackets and strings are checked. A token marker inside a string is content of the string, unless a control
         character has shown that the string is broken.
@@ -215,7 +215,7 @@ class IncrementalParser(ABC):
         return False
 
     def _json_flat(self, sink: Sink) -> Steps[bool]:
-        """Reads strings, scalars and separators, at least one character."""
+        """Read strings, scalars and separators, at least one character."""
         end = _JSON_FLAT.match(self._buffer, self._at).end()  # type: ignore[union-attr] # it matches the empty text
         if end > self._at:
             sink(self._take(end))
@@ -223,7 +223,7 @@ class IncrementalParser(ABC):
         return self._buffer[self._at] == '"' and (yield from self._json_string(sink))
 
     def _json_string(self, sink: Sink) -> Steps[bool]:
-        """Reads a JSON string; False if it is cut off."""
+        """Read a JSON string; False if it is cut off."""
         yield from self._literal('"', sink)
         is_valid = True
         while True:
@@ -242,7 +242,7 @@ class IncrementalParser(ABC):
                 return False
 
     def _escape(self, sink: Sink) -> Steps[None]:
-        """Reads a backslash with the character behind it, which are not passed on apart."""
+        """Read a backslash with the character behind it, which are not passed on apart."""
         while self._at + 1 == len(self._buffer) and not self._is_at_boundary:
             yield
         sink(self._take(min(self._at + 2, len(self._buffer))))

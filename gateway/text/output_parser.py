@@ -62,7 +62,7 @@ class OutputParser(Protocol):
     """Divides one output into its parts."""
 
     def push(self, text: str, token: int | None = None) -> list[OutputPiece]:
-        """Takes more of the output.
+        """Take more of the output.
 
         Args:
             token: the id of a marker, a token that the format gives a meaning; ``text`` is its text then. None:
@@ -71,7 +71,7 @@ class OutputParser(Protocol):
         ...
 
     def flush(self) -> list[OutputPiece]:
-        """Ends the output and returns what was held back."""
+        """End the output and return what was held back."""
         ...
 
 

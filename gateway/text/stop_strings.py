@@ -24,7 +24,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Takes more text; returns the text that can be shown now, and nothing after a match."""
+        """Take more text; return the text that can be shown now, and nothing after a match."""
         if self.matched is not None:
             return ""
         text = self._held + text

@@ -70,7 +70,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Loads ``tokenizer.json`` of a folder. Raises ConfigError."""
+        """Load ``tokenizer.json`` of a folder. Raises ConfigError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"--model {folder}: there is no tokenizer.json; save the model's fast tokenizer there")
@@ -94,7 +94,7 @@ class Tokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
     def decode_all(self, lists: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
-        """Decodes each list. Other threads run meanwhile."""
+        """Decode each list. Other threads run meanwhile."""
         texts: list[str] = []
         for start in range(0, len(lists), LISTS_AT_ONCE):
             some = [list(ids) for ids in lists[start : start + LISTS_AT_ONCE]]
@@ -177,7 +177,7 @@ class AsyncTokenizer:
         )
 
     async def on_thread(self, make: Callable[[], Made], *, is_huge: bool = False) -> Made:
-        """Runs slow work with text off the event loop.
+        """Run slow work with text off the event loop.
 
         A connection has at most one such work, so what waits is bounded by the connections and the size of a body. The
         work of a request whose client leaves is dropped at once, and not when its turn comes.

@@ -65,14 +65,14 @@ class OtlpExporter:
         self._thread.start()
 
     def submit(self, timeline: Timeline) -> None:
-        """Exports an ended request later; never blocks."""
+        """Export an ended request later, without blocking."""
         if len(self._waiting) >= MAX_WAITING:
             self.num_dropped += 1
         else:
             self._waiting.append(timeline)
 
     def close(self) -> None:
-        """Exports what is left, for two seconds at most."""
+        """Export what is left, for two seconds at most."""
         self._is_stopping.set()
         self._thread.join(timeout=STOP_S)
         self._exporter.shutdown()
@@ -83,7 +83,7 @@ class OtlpExporter:
         self._export_until(math.inf)
 
     def _export_until(self, instant: float) -> None:
-        """Exports the requests that ended by this instant."""
+        """Export the requests that ended by this instant."""
         while batch := self._next_batch(instant):
             try:
                 is_sent = self._send(batch)

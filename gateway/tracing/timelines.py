@@ -160,7 +160,7 @@ class Timelines:
         self._ended: dict[tuple[str, int], Timeline] = {}  # by rid and attempt, oldest first
 
     def ended(self, stream: OutputStream) -> Timeline | None:
-        """Keep the timeline of an output that has ended; returns it unless none is kept or wanted."""
+        """Keep the timeline of an output that has ended; return it unless none is kept or wanted."""
         if not self._capacity and stream.trace is None:
             return None
         timeline = Timeline.of(stream)

@@ -125,7 +125,7 @@ class AdapterChanges:
                 self._tell_unused(pool, node)
 
     def _learn(self, pool: WorkerPool, register: Register) -> bool:
-        """Note the changes that a node knows; returns whether one is news."""
+        """Note the changes that a node knows; return whether one is news."""
         last_changes, is_news = pool.registry.last_changes, False
         for name, change in _changes(register).items():
             if change.rank > last_changes.get(name, NO_CHANGE).rank:

@@ -78,7 +78,7 @@ class AutoRoles:
         self._changes: deque[tuple[float, Role]] = deque()  # of the last hour, or the last one
 
     def decide(self, loads: Sequence[NodeLoad], now: float) -> RoleDecision | None:
-        """Takes in the load of all nodes that stay, and returns a change that should begin now.
+        """Take in the load of all nodes that stay, and return a change that should begin now.
 
         Called about once a second.
         """

@@ -89,7 +89,7 @@ class MailboxChannel:
         self.is_closed = False
 
     def start(self, listener: "ControlPlane") -> None:
-        """Begins to listen; the event loop calls the listener, never the caller of another method."""
+        """Begin to listen; the event loop calls the listener, never the caller of another method."""
         self._listener = listener
         messages, *connections = self._fds
         self._loop.add_reader(messages, listener.on_readable)
@@ -114,7 +114,7 @@ class MailboxChannel:
         return self._mailbox.has_unread
 
     def send(self, message: Message, *incarnations: str) -> None:
-        """Sends a message at the end of this turn; the listener is told of nodes that cannot be reached.
+        """Send a message at the end of this turn; the listener is told of nodes that cannot be reached.
 
         All messages of a turn to one node leave together: each use of the socket wakes ZMQ's thread.
         """
@@ -142,7 +142,7 @@ class MailboxChannel:
         return envelopes
 
     def turn_soon(self) -> None:
-        """Sends and receives soon. Each use of the socket may swallow the edge that announces input."""
+        """Send and receive soon. Each use of the socket may swallow the edge that announces input."""
         if not self._is_turn_due and self._listener is not None:
             self._is_turn_due = True
             self._loop.call_soon(self._turn)
@@ -155,7 +155,7 @@ class MailboxChannel:
             self._listener.on_readable()
 
     def _flush(self) -> list[str]:
-        """Sends what is due; returns the nodes that cannot be reached."""
+        """Send what is due; return the nodes that cannot be reached."""
         unsent, self._unsent = self._unsent, {}
         send = self._mailbox.send_encoded
         return [incarnation for incarnation, messages in unsent.items() if not send(messages, incarnation)]
@@ -220,7 +220,7 @@ class ControlPlane:
         self._tick()
 
     def close(self) -> None:
-        """Stops listening. Requests must have ended before."""
+        """Stop listening. Requests must have ended before."""
         assert not self._dispatcher.num_in_flight
         if self._tick_handle is not None:
             self._tick_handle.cancel()
@@ -230,7 +230,7 @@ class ControlPlane:
     # ---- messages -------------------------------------------------------------------------------------------------
 
     def on_readable(self) -> None:
-        """Handles what has arrived; an unexpected error ends only the request that the message is about."""
+        """Handle what has arrived; an unexpected error ends only the request that the message is about."""
         handlers = self._handlers
         for envelope in self._channel.receive(self.pools.has):
             message = envelope.message
@@ -241,7 +241,7 @@ class ControlPlane:
                 self._dispatcher.fail_internal(getattr(message, "rid", ""))
 
     def on_disconnect(self) -> None:
-        """Removes the nodes whose connections have closed, after handling the messages that they sent before."""
+        """Remove the nodes whose connections have closed, after handling the messages that they sent before."""
         self.on_readable()
         self._channel.turn_soon()
         for incarnation in self._channel.lost_peers([node.incarnation for node in self.pools.workers()]):
@@ -289,7 +289,7 @@ class ControlPlane:
             pool.router.set_other_load(sender, message.num_to_compute if is_prefill else message.num_to_hold)
 
     def _on_spans(self, sender: str, message: Spans) -> None:
-        """Passes spans to their output, or to the timeline of one that has ended."""
+        """Pass spans to their output, or to the timeline of one that has ended."""
         pool = self.pools.of(sender)
         if pool is None:
             return
@@ -334,7 +334,7 @@ class ControlPlane:
             self._admit(sender, message)
 
     def _admit_later(self, sender: str, message: Register) -> None:
-        """Probes the old node once more, and then admits or refuses the new one.
+        """Probe the old node once more, and then admit or refuse the new one.
 
         If many nodes are lost at once, the first probes do not reach all of them.
         """
@@ -368,7 +368,7 @@ class ControlPlane:
                 known_pool.registry.remove(sender)
 
     def _announce_prefill_nodes(self, pool: WorkerPool, changed: str) -> None:
-        """Tells decode nodes which prefill nodes may send them pages, so that they connect before the first request.
+        """Tell decode nodes which prefill nodes may send them pages, so that they connect before the first request.
 
         Args:
             changed: incarnation of the node that has come or drains; of a new decode node, nothing changes for the
@@ -413,7 +413,7 @@ class ControlPlane:
             self._dispatcher.pump_soon()
 
     def lose(self, incarnation: str) -> None:
-        """Removes a node that is gone or cannot be reached; its requests continue on others."""
+        """Remove a node that is gone or cannot be reached; its requests continue on others."""
         pool = self.pools.of(incarnation)
         if pool is None:
             return
@@ -431,7 +431,7 @@ class ControlPlane:
     def _clear_state(
         self, pool: WorkerPool, incarnation: str, name: str, *, is_empty: bool = False, alive_until: float = math.inf
     ) -> None:
-        """Clears the state of a node that is no longer registered; its requests continue on others."""
+        """Clear the state of a node that is no longer registered; its requests continue on others."""
         pool.router.remove_worker(incarnation)
         self._rpc.on_node_gone(incarnation)
         self._dispatcher.on_worker_lost(incarnation, name, is_empty=is_empty, alive_until=alive_until)
@@ -439,7 +439,7 @@ class ControlPlane:
     # ---- for the admin endpoints ------------------------------------------------------------------------------------
 
     async def flush(self, timeout_s: float) -> list[tuple[Worker, int | None]]:
-        """Empties every node's prefix cache. Returns each node with its dropped pages; None if it did not answer."""
+        """Empty every node's prefix cache. Return each node with its dropped pages; None if it did not answer."""
         nodes = self.pools.workers()
         for pool in self.pools:
             pool.router.clear_prefixes()
@@ -454,7 +454,7 @@ class ControlPlane:
         return None if answer is None else answer.decisions[-limit:]
 
     async def drain(self, node: Worker, drain_timeout_s: float, timeout_s: float) -> bool:
-        """Has a node drain and stop; False if it did not answer."""
+        """Have a node drain and stop; False if it did not answer."""
         answers = await self._rpc.call([node.incarnation], Drain(drain_timeout_s), Done, timeout_s)
         if node.incarnation in answers:
             self.role_changes.drained(node)
@@ -463,7 +463,7 @@ class ControlPlane:
     async def profile(
         self, message: StartProfile | StopProfile, timeout_s: float
     ) -> list[tuple[Worker, ProfileAnswer | None]]:
-        """Starts or stops profiles on all nodes. Returns each node with its answer; None if it did not answer."""
+        """Start or stop profiles on all nodes. Return each node with its answer; None if it did not answer."""
         nodes = self.pools.workers()
         answers = await self._rpc.call([node.incarnation for node in nodes], message, ProfileAnswer, timeout_s)
         return [(node, answers.get(node.incarnation)) for node in nodes]

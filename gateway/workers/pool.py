@@ -108,7 +108,7 @@ class WorkerPools:
         return None
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
-        """Adds a worker to the pool of its model, or refuses it."""
+        """Add a worker to the pool of its model, or refuse it."""
         pool = self._by_model.get(register.model)
         if pool is None:
             served = ", ".join(repr(name) for name in self._by_model)

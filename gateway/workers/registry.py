@@ -218,7 +218,7 @@ class Registry:
         self.last_changes: dict[str, LastChange] = {}
 
     def register(self, incarnation: str, register: Register, now: float) -> Registered | Refused:
-        """Adds a worker, or replaces its description. A refused worker is removed."""
+        """Add a worker, or replace its description. A refused worker is removed."""
         known = self.workers.get(incarnation)
         others = [node for node in self.workers.values() if node is not known]
         refusal = self._refusal(incarnation, register, others)
@@ -271,7 +271,7 @@ class Registry:
         return next((node for node in self.workers.values() if node.name == name), None)
 
     def on_heartbeat(self, incarnation: str, heartbeat: Heartbeat, now: float) -> bool:
-        """Records the state of a worker; returns whether it takes more requests of this gateway than before."""
+        """Record the state of a worker; return whether it takes more requests of this gateway than before."""
         node = self.workers[incarnation]
         before = node.max_running
         node.max_running = node.register.max_running if heartbeat.share is None else heartbeat.share
@@ -286,7 +286,7 @@ class Registry:
         return node.max_running > before
 
     def set_pairs(self, incarnation: str, pairs: tuple[PairState, ...]) -> bool:
-        """Records a worker's pairs; returns whether a pair may work that did not before."""
+        """Record a worker's pairs; return whether a pair may work that did not before."""
         node = self.workers[incarnation]
         failed, before = frozenset(pair.incarnation for pair in pairs if pair.problem), node.reported_peers
         node.pairs = pairs
@@ -298,12 +298,12 @@ class Registry:
     # ---- LoRA adapters ----------------------------------------------------------------------------------------------
 
     def set_adapters(self, incarnation: str, adapters: tuple[Adapter, ...], unloaded: dict[str, int]) -> None:
-        """Records the adapters of a worker."""
+        """Record the adapters of a worker."""
         self.workers[incarnation].set_adapters(adapters, unloaded)
         self._changed()
 
     def set_last_change(self, name: str, change: LastChange) -> None:
-        """Lets new requests have what was loaded last, or nothing after an unload, whatever nodes have."""
+        """Let new requests have what was loaded last, or nothing after an unload, whatever nodes have."""
         self.last_changes[name] = change
         if self.adapters.get(name) != change.adapter:
             self.adapters.pop(name, None)
@@ -399,7 +399,7 @@ class Registry:
             self._changed()
 
     def begins_probe(self, pair: PairKey) -> bool:
-        """A request is sent to a pair. Returns whether it probes it, so that the pair gets no others meanwhile."""
+        """A request is sent to a pair. Return whether it probes it, so that the pair gets no others meanwhile."""
         is_probe = self.health.sent(pair)
         if is_probe:
             self._changed()
@@ -411,7 +411,7 @@ class Registry:
         self._changed()
 
     def tick(self, now: float) -> bool:
-        """Lets pairs be probed whose back-off is over, and gives up nodes that do not come back. Called once a second.
+        """Let pairs be probed whose back-off is over, and give up nodes that do not come back. Called once a second.
 
         Returns:
             Whether there are such pairs.
@@ -426,7 +426,7 @@ class Registry:
         return is_due
 
     def set_reserved(self, incarnations: Iterable[str], is_reserved: bool) -> None:
-        """Sends no new requests to workers while they serve a suspect one, or sends them some again."""
+        """Send no new requests to workers while they serve a suspect one, or send them some again."""
         for incarnation in incarnations:
             if incarnation in self.workers:
                 self.workers[incarnation].is_reserved = is_reserved
@@ -440,19 +440,19 @@ class Registry:
     # ---- workers that go --------------------------------------------------------------------------------------------
 
     def begin_drain(self, incarnation: str) -> None:
-        """Sends no new requests to a worker that stops or is to leave its role."""
+        """Send no new requests to a worker that stops or is to leave its role."""
         if incarnation in self.workers:
             self.workers[incarnation].is_draining = True
             self._changed()
 
     def end_drain(self, incarnation: str) -> None:
-        """Takes back ``begin_drain``, unless the worker says itself that it drains."""
+        """Take back ``begin_drain``, unless the worker says itself that it drains."""
         if incarnation in self.workers:
             self.workers[incarnation].is_draining = self.workers[incarnation].says_it_drains
             self._changed()
 
     def on_deregister(self, incarnation: str, *, is_empty: bool) -> None:
-        """Sends no new requests to a worker that drains; ``is_empty``: it has none left."""
+        """Send no new requests to a worker that drains; ``is_empty``: it has none left."""
         node = self.workers[incarnation]
         node.says_it_drains, node.is_empty = True, is_empty
         self.begin_drain(incarnation)
@@ -489,7 +489,7 @@ class Registry:
         return ""
 
     def remove(self, incarnation: str) -> Worker | None:
-        """Removes a worker; None if it is not registered."""
+        """Remove a worker; None if it is not registered."""
         node = self.workers.pop(incarnation, None)
         self.health.forget(incarnation)
         self._changed()
@@ -516,7 +516,7 @@ class Registry:
         return [node.incarnation for node in self.workers.values() if now - node.seen_at > self._lost_after_s]
 
     def _changed(self) -> None:
-        """Brings ``prefills``, ``decodes`` and ``limits`` up to date.
+        """Bring ``prefills``, ``decodes`` and ``limits`` up to date.
 
         A worker takes no new requests while it drains or is reserved, or while it can exchange pages with none of the
         other role. The limits also count those that take none only for a while: requests wait for them.

@@ -41,7 +41,7 @@ class RoleChanges:
         self._waiting: dict[tuple[str, str], asyncio.Future[Worker | None]] = {}  # by model and name of the node
 
     async def change(self, node: Worker, role: Role, timeout_s: float, *, is_forced: bool = False) -> Worker:
-        """Changes the role of a node, and returns it in its new role.
+        """Change the role of a node, and return it in its new role.
 
         Args:
             timeout_s: for the requests that the node has; those that are left then end there.
@@ -75,7 +75,7 @@ class RoleChanges:
         return back
 
     async def _ask(self, node: Worker, order: ChangeRole) -> None:
-        """Takes the node out of rotation first, so that no request is sent to it after the order."""
+        """Take the node out of rotation first, so that no request is sent to it after the order."""
         pool, is_accepted = self._pools[node.register.model], False
         pool.registry.begin_drain(node.incarnation)
         try:
@@ -93,7 +93,7 @@ class RoleChanges:
                 self._on_workers_added(pool)
 
     def tick(self, now: float) -> None:
-        """Begins the changes that ``--auto-roles`` decides. Called once a second."""
+        """Begin the changes that ``--auto-roles`` decides. Called once a second."""
         for pool in self._pools:
             if pool.auto_roles is None:
                 continue
@@ -109,7 +109,7 @@ class RoleChanges:
                 work.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Gives up the automatic changes in progress."""
+        """Give up the automatic changes in progress."""
         for work in self._tasks:
             work.cancel()
 

@@ -44,7 +44,7 @@ class NodeRpc:
     def call(
         self, incarnations: Iterable[str], request: Question, kind: type[Answer], timeout_s: float
     ) -> Coroutine[None, None, dict[str, Answer]]:
-        """Sends a call to nodes, at once, and returns what waits for the answers.
+        """Send a call to nodes, at once, and return what waits for the answers.
 
         Nodes that are gone or do not answer in time are left out.
         """
@@ -72,11 +72,11 @@ class NodeRpc:
     def on_answer(
         self, incarnation: str, answer: Found | Flushed | Decisions | ProfileAnswer | Adapters | Done
     ) -> None:
-        """Passes on an answer; one that is too late is dropped."""
+        """Pass on an answer; one that is too late is dropped."""
         self._end(incarnation, answer.number, answer)
 
     def on_node_gone(self, incarnation: str) -> None:
-        """Ends the calls to a node that is gone."""
+        """End the calls to a node that is gone."""
         for _, number in [key for key in self._open if key[0] == incarnation]:
             self._end(incarnation, number, None)
 

@@ -122,7 +122,7 @@ class ReceiveSession:
         return all(self._num_corrupt.get((i, unit), 0) == num_resends for i in indices)
 
     def deliver(self, indices: Sequence[int], unit: int) -> list[int]:
-        """Record what has been written, which ``is_expected``; returns the destination pages that are whole now."""
+        """Record what has been written, which ``is_expected``; return the destination pages that are whole now."""
         assert self._whole.isdisjoint(indices), "a page arrives again"
         self.apply(ReceiveEvent.DELIVER)
         whole = indices if self._most_units == 1 else [index for index in indices if self._is_last(index, unit)]
@@ -133,7 +133,7 @@ class ReceiveSession:
         return [pages[index - first] for index in whole]
 
     def _is_last(self, index: int, unit: int) -> bool:
-        """Record that this unit of a page has arrived; returns whether the page is whole now."""
+        """Record that this unit of a page has arrived; return whether the page is whole now."""
         units = self._units.setdefault(index, set())
         units.add(unit)
         is_whole = len(units) == self._num_units(index)
@@ -142,7 +142,7 @@ class ReceiveSession:
         return is_whole
 
     def take_arrived(self) -> list[int]:
-        """Give up the first pages, as far as they have arrived whole and are full of tokens; returns them.
+        """Give up the first pages, as far as they have arrived whole and are full of tokens; return them.
 
         Each of their units was written, reported and, where that is wanted, compared; it is not asked for again. So the
         writer is done with them, as with all pages of a complete transfer.

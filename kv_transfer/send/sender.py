@@ -393,7 +393,7 @@ class Sender:
 
     def pump(self, now: float, max_pages: int = 64, *, rank: Callable[[RequestKey], float] | None = None) -> bool:
         """Begin to write due pages, as ``WriteQueue.start`` does; report writes that are over, and end transfers whose
-        lease is over. Returns whether more pages could be written at once.
+        lease is over. Return whether more pages could be written at once.
         """
         self._now = now
         self._poll_connections()

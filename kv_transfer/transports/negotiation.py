@@ -177,7 +177,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         return [*news, *self._give_up_slow(), *self._return_to_better()]
 
     def _give_up_slow(self) -> list[Attached]:
-        """Tries the next transport for a pair that must be attached again, if one does not answer soon."""
+        """Try the next transport for a pair that must be attached again, if one does not answer soon."""
         news, until = [], self._clock() - PATIENCE_S
         for peer, attempt in list(self._attempts.items()):
             is_slow = attempt.connect.resumes and not attempt.is_attached and attempt.begun_at <= until
@@ -187,7 +187,7 @@ class NegotiatingWriter(_Negotiating[WriterTransport], WriterTransport):
         return news
 
     def _return_to_better(self) -> list[Attached]:
-        """Returns pairs to better transports whose rest is over.
+        """Return pairs to better transports whose rest is over.
 
         A page must have been written since, so that an idle pair stays with what works.
         """

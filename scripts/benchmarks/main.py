@@ -51,7 +51,7 @@ USAGE_STATUS, INTERRUPTED_STATUS = 2, 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0, 1 if the benchmark failed, 2 for wrong options, 130 after Ctrl-C or SIGTERM."""
+    """Return the exit status: 0, 1 if the benchmark failed, 2 for wrong options, 130 after Ctrl-C or SIGTERM."""
     if not argv or argv[0] not in NAMES:
         is_question = bool(argv) and argv[0] in ("-h", "--help")
         if argv and not is_question:

@@ -210,7 +210,7 @@ class Hosts:
 
     def shape(self, name: str, *disciplines: Sequence[str]) -> str:
         """Apply the first queueing discipline that this kernel has to both directions, in place of what every link has;
-        returns it, or an empty text.
+        return it, or an empty text.
         """
         for words in disciplines:
             try:

@@ -44,7 +44,7 @@ class Load:
         self._turn = 0
 
     async def run(self, drawn: Iterator[LoadRequest]) -> None:
-        """Send --requests of these; returns when all have ended."""
+        """Send --requests of these; return when all have ended."""
         numbers = iter(range(self._config.requests))
         duration = self._config.duration
         ends_at = float("inf") if duration is None else time.monotonic() + duration

@@ -43,7 +43,7 @@ FINE, FAILED, WRONG, STOPPED = 0, 1, 2, 130
 
 
 async def chaos(config: ChaosConfig, folder: Path) -> Figures:
-    """Run once; returns the report. Raises asyncio.CancelledError after Ctrl-C, when everything has been stopped."""
+    """Run once; return the report. Raises asyncio.CancelledError after Ctrl-C, when everything has been stopped."""
     run = Run(config, folder, lambda line: print(line, flush=True))
     loop = asyncio.get_running_loop()
     task = asyncio.create_task(run.run())
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_and_report(config: ChaosConfig, folder: Path) -> int:
-    """Run, and print the report; returns the exit status. Raises ConfigError, BatonError."""
+    """Run, and print the report; return the exit status. Raises ConfigError, BatonError."""
     shown = asyncio.run(chaos(config, folder))
     print("\n".join(table(shown, _repeat(config))), flush=True)
     if config.json:

@@ -42,7 +42,7 @@ class ProcessResources:
         return cls(begun, frozenset(_tcp(inodes)), frozenset(_unix(inodes)), frozenset(files))
 
     def left(self) -> str:
-        """Describes the resources that still exist; empty if none."""
+        """Describe the resources that still exist; empty if none."""
         alive = sorted(pid for pid, begun_at in self.pids if begun_at and _begun_at(pid) == begun_at)
         tcp = sorted(port for port, _ in self.tcp & _tcp(None))
         unix = sorted(self.unix & _unix(None))
@@ -68,7 +68,7 @@ def _begun_at(pid: int) -> str:
 
 
 def _tcp(inodes: set[str] | None) -> set[tuple[int, str]]:
-    """Returns the ports that are listened on, by these sockets or by any, each with the socket's inode."""
+    """Return the ports that are listened on, by these sockets or by any, each with the socket's inode."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {
         (int(row[1].rpartition(":")[2], 16), row[9])

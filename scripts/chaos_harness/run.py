@@ -66,7 +66,7 @@ class Run:
         return [fault.name for fault in self._injected]
 
     async def run(self) -> Findings:
-        """Run to the end; returns what was found. Everything is undone and stopped when this returns or raises.
+        """Run to the end; return what was found. Everything is undone and stopped when this returns or raises.
 
         Raises BatonError: the service does not start, or does not answer before the first fault.
         """

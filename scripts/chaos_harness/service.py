@@ -164,7 +164,7 @@ class ChaosService:
     # ---- processes ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start everything; returns once every node is in rotation. Raises ServiceFailed."""
+        """Start everything; return once every node is in rotation. Raises ServiceFailed."""
         for node in self.nodes.values():
             self._spawn(node)
         await self.until_registered()
@@ -295,7 +295,7 @@ class ChaosService:
             self._resources.append((node.name, dataclasses.replace(found, files=files)))
 
     def kill(self, node: Node) -> None:
-        """End a process as the kernel does, without a warning; returns once it has ended."""
+        """End a process as the kernel does, without a warning; return once it has ended."""
         self.remember_resources(node)
         node.may_end = True
         node.killed_at = time.monotonic()
@@ -307,7 +307,7 @@ class ChaosService:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     async def stop(self) -> list[str]:
-        """Stop every process with SIGTERM; returns what is not as it should be after that."""
+        """Stop every process with SIGTERM; return what is not as it should be after that."""
         self._is_stopping = True
         if self._keeper is not None:
             await self._keeper

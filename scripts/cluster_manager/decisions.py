@@ -199,11 +199,11 @@ class Failures:
     failed_at: float = 0.0
 
     def failed(self, now: float) -> "Failures":
-        """Counts a failure. Those that come before another start was possible, as when a host is lost, are one."""
+        """Count a failure. Those that come before another start was possible, as when a host is lost, are one."""
         return Failures(self.count + 1, now) if now >= self.retry_at else self
 
     def seen(self, instances: Iterable[Instance], now: float) -> "Failures":
-        """Forgets the failures once an instance has been ready long enough, and has become so after the last one."""
+        """Forget the failures once an instance has been ready long enough, and has become so after the last one."""
         is_steady = any(
             found.phase is Phase.READY and now - found.since >= STEADY_S and found.since > self.failed_at
             for found in instances

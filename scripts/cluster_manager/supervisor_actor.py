@@ -87,7 +87,7 @@ class ClusterSupervisor:
             return self._events.since(since)
 
     def scale(self, counts: dict[Role, int], is_autoscaling: bool | None) -> str:
-        """Change counts. Returns why this cannot be; empty if it can."""
+        """Change counts. Return why this cannot be; empty if it can."""
         with self._lock:
             state = self._state
             wants_auto = state.is_autoscaling if is_autoscaling is None else is_autoscaling
@@ -101,7 +101,7 @@ class ClusterSupervisor:
         return ""
 
     def upgrade(self, config: bytes | None) -> str:
-        """Replace every instance, one after the other. Returns why this cannot be; empty if it can."""
+        """Replace every instance, one after the other. Return why this cannot be; empty if it can."""
         with self._lock:
             state = self._state
             new = state.config if config is None else msgspec.json.decode(config, type=ClusterConfig)

@@ -69,7 +69,7 @@ class NotReady(BatonError):
 
 
 def bind(host: str, port: int, flag: str) -> socket.socket:
-    """Returns a socket that listens on the port, or on a free one for 0.
+    """Return a socket that listens on the port, or on a free one for 0.
 
     Raises ConfigError: the port is in use or not permitted, or the address does not belong to this machine.
     """
@@ -88,7 +88,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 
 
 def free_port(host: str, port: int, flag: str) -> int:
-    """Returns ``port``, or for 0 a free port, never the same one twice. Raises ConfigError as ``bind``.
+    """Return ``port``, or for 0 a free port, never the same one twice. Raises ConfigError as ``bind``.
 
     The free port lies below those that the system gives to outgoing connections, where it can: any connection could
     take one of them before the process that is meant to listen there has started.
@@ -342,7 +342,7 @@ def pinned_context(certificate: str) -> ssl.SSLContext:
 
 
 async def serve(config: ServeConfig, output: Output, listener: socket.socket | None = None) -> int:
-    """Run until a signal; returns the exit status.
+    """Run until a signal; return the exit status.
 
     Args:
         listener: which several gateways share.

@@ -138,7 +138,7 @@ class Supervisor:
             self._output.relay(name, rest.decode(errors="replace"))
 
     async def stop(self) -> None:
-        """Stop all children with SIGTERM, and at last with SIGKILL; returns when all have ended."""
+        """Stop all children with SIGTERM, and at last with SIGKILL; return when all have ended."""
         self._is_stopping = True
         self.signal_all(signal.SIGTERM)
         running = [child.process.wait() for child in self.children if child.process is not None]

@@ -72,7 +72,7 @@ class Progress:
 
 
 def simulate(config: SimulateConfig) -> tuple[Figures, list[str]]:
-    """Run a simulation; returns its results and notes about the load. Ctrl-C ends it early."""
+    """Run a simulation; return its results and notes about the load. Ctrl-C ends it early."""
     plan = make_plan(config)
     simulation = Simulation(config, plan)
     is_shown = config.progress and sys.stderr.isatty()

@@ -88,7 +88,7 @@ class Simulation:
         self.is_stopped = True
 
     def run(self, on_look: Callable[["Simulation"], None] = lambda simulation: None) -> Figures:
-        """Run to the end, or until ``stop``; returns the results."""
+        """Run to the end, or until ``stop``; return the results."""
         began_at = time.monotonic()
         events, client = self.cluster.events, self.client
         client.start()

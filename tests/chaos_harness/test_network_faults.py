@@ -33,7 +33,7 @@ def inject(
     ends: bool = False,
     hosts_do: str = "reset",
 ) -> tuple[str, Any]:
-    """Returns what the fault says after which the two nodes log this, and the site; ``hosts_do``: what it asks for."""
+    """Return what the fault says after which the two nodes log this, and the site; ``hosts_do``: what it asks for."""
     decode_log = log.with_name("decode")
     for one in (log, decode_log):
         one.write_text("")

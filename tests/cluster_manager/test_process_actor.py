@@ -38,7 +38,7 @@ async def until(actor: ProcessActor, condition: Callable[[Report], object]) -> R
 
 
 async def until_listening(actor: ProcessActor, num_times: int) -> None:
-    """Waits until the log has the line of each start; a killed process writes no line that it still has."""
+    """Wait until the log has the line of each start; a killed process writes no line that it still has."""
     for _ in range(1_200):
         _, lines = await actor.logs(0)
         if sum("listening http://127.0.0.1" in line for line in lines) == num_times:

@@ -23,7 +23,7 @@ def hooks() -> dict[str, dict[str, Any]]:
 
 
 def run(name: str, *files: Path) -> "subprocess.CompletedProcess[str]":
-    """Runs a hook as pre-commit does: its entry, split into words, and the files that changed."""
+    """Run a hook as pre-commit does: its entry, split into words, and the files that changed."""
     variables = {
         **environment(),
         "VIRTUAL_ENV": sys.prefix,

@@ -27,6 +27,6 @@ async def stack(folder: Path) -> AsyncIterator[Stack]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _collect_garbage() -> Iterator[None]:
-    """Lets what a test has left open fail its own module: otherwise any later test fails, of any module."""
+    """Let what a test has left open fail its own module: otherwise any later test fails, of any module."""
     yield
     gc.collect()

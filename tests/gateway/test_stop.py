@@ -37,7 +37,7 @@ async def test_a_stop_ends_requests_in_flight_and_aborts_them_on_the_nodes(folde
 
 
 async def _noop():
-    """Stands for ``stop`` after the gateway has stopped."""
+    """Stand for ``stop`` after the gateway has stopped."""
 
 
 async def test_requests_may_finish_while_the_gateway_stops(folder):

@@ -75,6 +75,6 @@ def _close_raw_peers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _collect_garbage() -> Iterator[None]:
-    """Closes the memory files of pools that reference cycles keep; ``select`` takes no descriptor above 1,023."""
+    """Close the memory files of pools that reference cycles keep; ``select`` takes no descriptor above 1,023."""
     yield
     gc.collect()

@@ -57,7 +57,7 @@ async def test_tokens_equal_those_of_the_library_where_window_layers_have_pages_
 
 
 async def check_cold_and_cached(tmp_path: Path, architecture: str, **others: Any) -> str:
-    """Returns the log of the service."""
+    """Return the log of the service."""
     folder = model_with_tokenizer(tmp_path / "m", architecture)
     cases = draw_prompts(folder, LENGTHS, MAX_NEW, seed=8)
     options = {"model_impl": "transformers", "page_size": 16, "chunked_prefill_size": 32, "max_total_tokens": 1024}

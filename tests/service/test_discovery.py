@@ -92,7 +92,7 @@ async def test_requests_and_nodes_do_not_notice_that_etcd_is_away(service: Servi
 
 
 async def generate_anywhere(clients: list[Client], num_tokens: int, seed: int, key: str) -> list[int]:
-    """Asks one gateway after the other, with the same key, until one answers, as a client behind a balancer does."""
+    """Ask one gateway after the other, with the same key, until one answers, as a client behind a balancer does."""
     for client in clients:
         with contextlib.suppress(aiohttp.ClientError, NotTaken):
             return await generate(client, num_tokens, seed, key)

@@ -24,7 +24,7 @@ async def expected_ids(client: Client, prompts: Sequence[Sequence[int]], num_tok
 
 
 async def check_disturbed(client: Client, prompts: Sequence[Sequence[int]], streams: Sequence[Exchange]) -> None:
-    """Asserts that streams go on, and that their tokens so far are those of undisturbed runs."""
+    """Assert that streams go on, and that their tokens so far are those of undisturbed runs."""
     await asyncio.gather(*(stream.goes_on() for stream in streams))
     wanted = await expected_ids(client, prompts, max(len(stream.ids) for stream in streams))
     assert [stream.ids for stream in streams] == [
@@ -39,7 +39,7 @@ async def drain(client: Client, name: str, timeout_s: float = 30.0) -> dict[str,
 
 
 async def until_ended(service: Service, name: str) -> int:
-    """Waits until a process has ended by itself; returns its exit status."""
+    """Wait until a process has ended by itself; return its exit status."""
     process = service.processes.pop(name)
     await until(lambda: process.poll() is not None, 180, f"{name} did not end")
     status = process.poll()

@@ -69,7 +69,7 @@ async def generate(service: ChaosService, seed: int) -> list[int]:
 
 
 async def generate_disturbed(service: ChaosService, disturb: Callable[[], object]) -> list[list[int]]:
-    """Returns the outputs of seeds 1 to 8, whose pages are under way when ``disturb`` is called."""
+    """Return the outputs of seeds 1 to 8, whose pages are under way when ``disturb`` is called."""
     under_way = [asyncio.create_task(generate(service, seed)) for seed in range(1, 9)]
     await asyncio.sleep(0.4)
     await asyncio.to_thread(disturb)
@@ -77,7 +77,7 @@ async def generate_disturbed(service: ChaosService, disturb: Callable[[], object
 
 
 async def generate_until_attached(service: ChaosService, count: int, seed: int) -> None:
-    """Generates this seed and the next ones until the pair has attached so many times.
+    """Generate this seed and the next ones until the pair has attached so many times.
 
     Every page may have come before a disturbance, which a pair notices only with the next one.
     """
@@ -89,7 +89,7 @@ async def generate_until_attached(service: ChaosService, count: int, seed: int) 
 
 
 async def generate_again(service: ChaosService) -> list[list[int]]:
-    """Generates seeds 1 to 8 again, with empty caches and nothing disturbed."""
+    """Generate seeds 1 to 8 again, with empty caches and nothing disturbed."""
     await service.clients[service.gateway.name].call("POST", "/flush_cache")
     return [await generate(service, seed) for seed in range(1, 9)]
 

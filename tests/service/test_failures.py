@@ -30,7 +30,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def restart_missing(service: Service) -> Service:
-    """Starts the processes again that an earlier test left dead."""
+    """Start the processes again that an earlier test left dead."""
     if missing := [name for name in ("gateway", *service.nodes) if name not in service.processes]:
         service.start(*missing)
         service.wait_until_ready()
@@ -50,7 +50,7 @@ def pair(two: Service) -> Service:
 def begin_load(
     client: Client, seed: int, *, num_streamed: int = 250
 ) -> tuple[list[Exchange], list[Exchange], list[Exchange]]:
-    """Begins requests that stream, that wait for a slot, and that have long prompts; more than there are slots."""
+    """Begin requests that stream, that wait for a slot, and that have long prompts; more than there are slots."""
     streaming = [client.begin(prompt_of(30, seed + i), num_streamed) for i in range(4)]
     waiting = [client.begin(prompt_of(30, seed + 100 + i), 60) for i in range(12)]
     computing = [client.begin(prompt_of(2500, seed + 200 + i), 5) for i in range(4)]
@@ -58,7 +58,7 @@ def begin_load(
 
 
 async def check_ends(exchanges: list[Exchange]) -> None:
-    """Asserts that every request is complete."""
+    """Assert that every request is complete."""
     await asyncio.gather(*(exchange.end() for exchange in exchanges))
     for exchange in exchanges:
         assert (exchange.status, exchange.error, exchange.is_broken) == (200, None, False)
@@ -76,7 +76,7 @@ async def start_again(service: Service, client: Client, name: str) -> None:
 
 
 async def replace(service: Service, client: Client, name: str) -> None:
-    """Starts a node again under its old name and asserts that it serves requests."""
+    """Start a node again under its old name and assert that it serves requests."""
     await start_again(service, client, name)
     await asyncio.gather(*(client.generate(prompt_of(40, 7000 + i), 4) for i in range(4)))
     assert (await client.settled())[name]["requests"] > 0

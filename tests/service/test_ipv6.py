@@ -58,7 +58,7 @@ class Processes:
         return (self._folder / f"{name}.log").read_text()
 
     def wait_for_line(self, name: str, pattern: str) -> str:
-        """Waits until the log matches ``pattern`` and returns its first group."""
+        """Wait until the log matches ``pattern`` and return its first group."""
         ends = time.monotonic() + READY_TIMEOUT_S
         while not (found := re.search(pattern, self.read_log(name), re.MULTILINE)):
             assert self._running[name].poll() is None, self.read_log(name)
@@ -96,7 +96,7 @@ def ask(url: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, A
 
 
 def workers_of(url: str, count: int) -> list[dict[str, Any]]:
-    """Waits until ``count`` nodes have registered and returns their registrations."""
+    """Wait until ``count`` nodes have registered and return their registrations."""
     ends = time.monotonic() + READY_TIMEOUT_S
     while True:
         workers = ask(url, "/v1/workers")[1]["workers"]

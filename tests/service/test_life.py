@@ -43,7 +43,7 @@ class Serve:
         return self.log.read_text()
 
     def pids(self) -> dict[str, int]:
-        """Returns the ids of all its processes, by the first words of their command lines."""
+        """Return the ids of all its processes, by the first words of their command lines."""
         pids = [self.process.pid, *descendants(self.process.pid)]
         words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in pids}
         return {" ".join(word.decode() for word in words[pid][1:4]): pid for pid in pids}
@@ -55,7 +55,7 @@ class Serve:
 
     @contextlib.asynccontextmanager
     async def load(self) -> AsyncIterator[list[asyncio.Task[str]]]:
-        """Starts four long streams, and waits until all of them have begun."""
+        """Start four long streams, and wait until all of them have begun."""
         async with self.client() as session:
             begun = [asyncio.Event() for _ in range(4)]
             streams = [asyncio.create_task(self.stream(session, event)) for event in begun]
@@ -63,7 +63,7 @@ class Serve:
             yield streams
 
     async def stream(self, session: aiohttp.ClientSession, begun: asyncio.Event) -> str:
-        """Returns the last line of a long stream, up to its end or the break of the connection."""
+        """Return the last line of a long stream, up to its end or the break of the connection."""
         body = {"text": "ROMEO:", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
         last = b""
         with contextlib.suppress(aiohttp.ClientError):

@@ -143,7 +143,7 @@ def test_a_request_for_an_adapter_that_a_node_lacks_fails_and_leaves_nothing(mer
 
 
 async def ask(client: Client, model: str, prompt: tuple[int, ...]) -> dict[str, Any]:
-    """Asks for as many tokens as the reference has made, which are no end tokens."""
+    """Ask for as many tokens as the reference has made, which are no end tokens."""
     return await client.generate(prompt, MAX_NEW, model=model, ignore_eos=False, min_new_tokens=MAX_NEW)
 
 

@@ -64,7 +64,7 @@ async def opened(browser: Browser, url, *, allowed=(), **options) -> AsyncIterat
 
 
 async def hold(page, url) -> asyncio.Event:
-    """Keeps requests to ``url`` back until the event is set."""
+    """Keep requests to ``url`` back until the event is set."""
     released = asyncio.Event()
 
     async def wait(route):
@@ -76,7 +76,7 @@ async def hold(page, url) -> asyncio.Event:
 
 
 async def chat(page, text):
-    """Sends a message by the keyboard and returns the bubble of the answer, once its facts are shown."""
+    """Send a message by the keyboard and return the bubble of the answer, once its facts are shown."""
     await page.fill("#message", text)
     await page.press("#message", "Enter")
     answer = page.locator(".message.assistant").last

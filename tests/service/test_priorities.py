@@ -28,7 +28,7 @@ async def in_flight(client: Client) -> int:
 
 
 async def occupy(client: Client) -> Exchange:
-    """Begins a request that keeps the only slot until it is aborted."""
+    """Begin a request that keeps the only slot until it is aborted."""
     first = client.begin(prompt_of(20, 0), 3000, priority=1000)
     await first.has(1)
     return first

@@ -146,7 +146,7 @@ class Watched:
         return [row for row in rows if role in ("", row["role"]) and row["state"] == state]
 
     def until_ready(self, count: int, role: str, *, without: str = "") -> None:
-        """Returns once the group has exactly so many instances, all ready, and a certain one is not among them."""
+        """Return once the group has exactly so many instances, all ready, and a certain one is not among them."""
 
         def is_so() -> bool:
             rows = [row for row in self.status()["rows"] if row["role"] == role]
@@ -156,7 +156,7 @@ class Watched:
         until(is_so, f"{count} {role}", self.explain)
 
     def settled(self, role: str = "") -> list[dict[str, Any]]:
-        """Returns the instances, once all are ready: a late answer on a busy machine makes one "starting" again."""
+        """Return the instances, once all are ready: a late answer on a busy machine makes one "starting" again."""
         found: list[dict[str, Any]] = []
 
         def is_so() -> bool:

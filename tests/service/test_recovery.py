@@ -119,7 +119,7 @@ class Load:
                 await asyncio.sleep(0.005)
 
     async def until_counted(self, role: str, counter: str, start: dict[str, dict[str, float]]) -> None:
-        """Waits until a counter of a node of this role has risen."""
+        """Wait until a counter of a node of this role has risen."""
         async with asyncio.timeout(120):
             while True:
                 counted = await self.client.counters()
@@ -150,7 +150,7 @@ async def undisturbed(client: Client, expected: dict[tuple[int, int], list[Any]]
 
 
 async def bring_back(service: Service) -> None:
-    """Starts what is dead, and waits until all nodes are registered."""
+    """Start what is dead, and wait until all nodes are registered."""
     if missing := [name for name in service.nodes if name not in service.processes]:
         service.start(*missing)
     await asyncio.to_thread(service.wait_until_ready)

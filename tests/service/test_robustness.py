@@ -210,7 +210,7 @@ def data_port(row: dict[str, Any]) -> int:
 
 
 def throw_bytes(port: int, seed: int) -> None:
-    """Sends random bytes, a broken ZMTP greeting, and a greeting followed by random bytes, each on a new connection."""
+    """Send random bytes, a broken ZMTP greeting, and a greeting followed by random bytes, each on a new connection."""
     drawn = random.Random(seed)
     greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 48
     for data in (
@@ -229,7 +229,7 @@ def encoded(message: Message) -> bytes:
 
 
 def garbage(me: str) -> list[list[bytes]]:
-    """Returns frames that a mailbox must drop: undecodable, of another version, or with a wrong sender or target."""
+    """Return frames that a mailbox must drop: undecodable, of another version, or with a wrong sender or target."""
     ping = encoded(Ping())
 
     def header(version: int = PROTOCOL_VERSION, sender: str = me, target: str = "") -> bytes:
@@ -264,7 +264,7 @@ STRAY: dict[str, list[Message]] = {  # well formed, from an unknown sender
 
 
 async def throw_frames(port: int, strays: list[Message], server: bytes = b"") -> None:
-    """Sends garbage and stray messages over ZMQ with the key of a node; ``server`` as in ``raw_peer``."""
+    """Send garbage and stray messages over ZMQ with the key of a node; ``server`` as in ``raw_peer``."""
     context = zmq.asyncio.Context()
     socket_, me = raw_peer(context, f"127.0.0.1:{port}", server=server)
     socket_.set(zmq.LINGER, 60_000)
@@ -328,7 +328,7 @@ async def test_garbage_on_a_prefill_nodes_data_port_is_counted_and_dropped(servi
 
 
 def flood(port: int, count: int) -> None:
-    """Opens connections that never finish a handshake, 300 at most at once."""
+    """Open connections that never finish a handshake, 300 at most at once."""
     held: list[socket.socket] = []
     for number in range(count):
         held.append(socket.create_connection(("127.0.0.1", port), timeout=60))

@@ -63,7 +63,7 @@ class Load:
                 self.wrong.append((i, output, expected[i]))
 
     async def goes_on(self, count: int) -> None:
-        """Waits until so many more answers were as expected."""
+        """Wait until so many more answers were as expected."""
         until = self.num_equal + count
         while self.num_equal < until:
             assert not self.wrong, self.wrong

@@ -164,7 +164,7 @@ async def test_tokens_stay_exact_while_nodes_are_killed(
 
 
 def figures(service: Service) -> dict[str, tuple[float, int]]:
-    """Returns the resident memory in MB and the number of open descriptors of every process."""
+    """Return the resident memory in MB and the number of open descriptors of every process."""
     return {
         name: (resident_bytes(process.pid) / 1e6, num_descriptors(process.pid))
         for name, process in service.processes.items()

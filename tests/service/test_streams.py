@@ -21,7 +21,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 async def events(client: Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns every event of a stream except ``[DONE]``."""
+    """Return every event of a stream except ``[DONE]``."""
     async with client.session.post(path, json={**body, "stream": True}) as answer:
         assert answer.status == 200, await answer.text()
         assert answer.headers["Content-Type"].startswith("text/event-stream")
@@ -45,7 +45,7 @@ async def test_concurrent_streams_each_deliver_tokens_as_they_are_generated(serv
 
 
 async def check_stream(exchange: Exchange) -> None:
-    """Reads until events of a few tokens each are the rule. A process that lacks a core makes some carry many."""
+    """Read until events of a few tokens each are the rule. A process that lacks a core makes some carry many."""
 
     def is_so() -> bool:
         num_tokens = len(exchange.arrivals)

@@ -65,7 +65,7 @@ async def until_gone(pids: list[int]) -> None:
 
 
 async def check_answers(service: Service, prompts: Prompts) -> None:
-    """Asserts that the answers are those of transformers, one by one and then from the cache, all at once."""
+    """Assert that the answers are those of transformers, one by one and then from the cache, all at once."""
     async with service.client() as client:
         for prompt, expected in prompts:
             assert (await client.generate(prompt, MAX_NEW))["output_ids"] == list(expected)
@@ -77,7 +77,7 @@ async def check_answers(service: Service, prompts: Prompts) -> None:
 
 
 async def check_outputs(exchanges: list[Exchange], expected: Sequence[Sequence[int]]) -> None:
-    """Waits until the requests have ended, and asserts that their tokens are these."""
+    """Wait until the requests have ended, and assert that their tokens are these."""
     await asyncio.gather(*(exchange.end() for exchange in exchanges))
     for exchange in exchanges:
         assert (exchange.status, exchange.error, exchange.is_broken) == (200, None, False)
@@ -85,7 +85,7 @@ async def check_outputs(exchanges: list[Exchange], expected: Sequence[Sequence[i
 
 
 async def kill_rank(service: Service, name: str) -> None:
-    """Kills the other rank of a node, and waits until the node has ended and says why."""
+    """Kill the other rank of a node, and wait until the node has ended and says why."""
     [rank] = ranks_of(service, name)
     process = service.processes.pop(name)
     os.kill(rank, signal.SIGKILL)

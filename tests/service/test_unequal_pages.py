@@ -12,7 +12,7 @@ Answers = list[list[int]]
 
 
 async def serve(logs: Path, source_size: int, target_size: int, transport: str) -> Answers:
-    """Returns the outputs of prompts sent one by one and then all at once. Only one node asks for checksums."""
+    """Return the outputs of prompts sent one by one and then all at once. Only one node asks for checksums."""
     only = {"prefill-0": {"page_size": source_size}, "decode-0": {"page_size": target_size}}
     only["prefill-0" if source_size < target_size else "decode-0"]["kv_checksum"] = "all"
     service = Service(logs, node_options={"chunked_prefill_size": 64, "transport": transport}, only=only)

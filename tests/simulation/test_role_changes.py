@@ -16,7 +16,7 @@ LIMITS = NodeLimits(prefill_pages=64, decode_pages=64)
 
 
 def change(service: SimulatedService, role: Role) -> None:
-    """Changes the role of the newest node of the other role, if it is not the last that takes requests."""
+    """Change the role of the newest node of the other role, if it is not the last that takes requests."""
     registry = service.cluster.gateway.pool.registry
     nodes = [worker for worker in registry.workers.values() if worker.register.role != role and not worker.is_draining]
     if len(nodes) > 1:

@@ -6,5 +6,5 @@ from hypothesis import settings
 
 
 def examples(number: int) -> int:
-    """Returns ``number`` with ``--all``, and otherwise a quarter of it; see ``tests/conftest.py``."""
+    """Return ``number`` with ``--all``, and otherwise a quarter of it; see ``tests/conftest.py``."""
     return math.ceil(number * settings().max_examples / 100)

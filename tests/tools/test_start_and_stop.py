@@ -76,7 +76,7 @@ def test_an_error_that_is_not_foreseen_is_in_the_log_with_its_traceback(module, 
 
 
 def await_first_import(process):
-    """Waits until the program runs, and imports what it needs; until then Ctrl-C is up to Python itself."""
+    """Wait until the program runs, and imports what it needs; until then Ctrl-C is up to Python itself."""
     maps = Path(f"/proc/{process.pid}/maps")
     while process.poll() is None and "msgspec" not in maps.read_text():
         time.sleep(0.005)
@@ -109,7 +109,7 @@ def test_ctrl_c_at_any_moment_of_the_start_leaves_no_traceback_and_no_process(co
 
 
 def check_waiting(service: Service, node: str, address: str, reason: str) -> str:
-    """Checks that a node says twice what it waits for, and that Ctrl-C stops it; returns its log."""
+    """Check that a node says twice what it waits for, and that Ctrl-C stops it; return its log."""
     waiting = f"still waiting for the gateway at {address}{reason}"
     service.start(node)
     log = until(lambda: service.log().count(waiting) > 1 and service.log(), 180)

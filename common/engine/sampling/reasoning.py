@@ -23,7 +23,7 @@ class ReasoningState:
         self.phase = Phase.REASONING if thinking.start_id is None else Phase.START
 
     def append(self, token: int) -> bool:
-        """Count one more output token; returns whether it belongs to the reasoning, its start and its end included."""
+        """Count one more output token; return whether it belongs to the reasoning, its start and its end included."""
         if self.phase is Phase.START:
             if token not in self._thinking.blank_ids:
                 self.phase = Phase.REASONING if token == self._thinking.start_id else Phase.ANSWER

@@ -77,7 +77,7 @@ class Credit:
 
 
 def divide(room: int, demands: Mapping[str, int]) -> dict[str, int]:
-    """Divides room so that the smallest demands are met first, and divides what is left equally."""
+    """Divide room so that the smallest demands are met first, and divide what is left equally."""
     shares = dict.fromkeys(demands, 0)
     left = room
     waiting = sorted(demands, key=lambda name: demands[name])

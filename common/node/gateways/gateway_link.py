@@ -86,7 +86,7 @@ class GatewayLink:
         self.mailbox.send(*messages, target=self.incarnation)
 
     def register(self) -> None:
-        """Registers the node, for no request until the gateway knows its share, if it must share the node."""
+        """Register the node, for no request until the gateway knows its share, if it must share the node."""
         register = self._register()
         self.most_held_tokens = register.most_held_tokens
         self.send(structs.replace(register, share=None if self._is_alone else 0))
@@ -94,7 +94,7 @@ class GatewayLink:
         self.other_load = NO_LOAD  # the gateway forgets it with this message, and hears the next after it
 
     def follow(self, now: float, loss_level: int) -> str:
-        """Follows the connection. Returns the incarnation of a gateway that was lost with it; empty if none was.
+        """Follow the connection. Return the incarnation of a gateway that was lost with it; empty if none was.
 
         A loss is logged at ``loss_level``.
 
@@ -125,7 +125,7 @@ class GatewayLink:
         return lost
 
     def heard_from(self, sender: str) -> str:
-        """A process has answered. Returns the incarnation of another one whose address it has taken over, or ""."""
+        """A process has answered. Return the incarnation of another one whose address it has taken over, or ""."""
         before, self.incarnation = self.incarnation, sender
         self._connected_at = None
         return before if before != sender else ""
@@ -149,7 +149,7 @@ class GatewayLink:
         self._on_instant(message)
 
     def expect_ack(self) -> None:
-        """Lets ``has_acknowledged`` ask for the answer to the next heartbeat."""
+        """Let ``has_acknowledged`` ask for the answer to the next heartbeat."""
         self._num_acks_due = self._num_heartbeats + 1
 
     @property
@@ -164,7 +164,7 @@ class GatewayLink:
     def beat(
         self, heartbeat: Heartbeat, pairs: tuple[PairState, ...], share: int | None, other_load: ClientLoad
     ) -> None:
-        """Sends a heartbeat, and the pairs if they have changed.
+        """Send a heartbeat, and the pairs if they have changed.
 
         Args:
             share: of this gateway in what the node runs at once; None for all.
@@ -184,7 +184,7 @@ class GatewayLink:
             self.send(load)
 
     def remind(self, now: float) -> None:
-        """Says now and then that the gateway is missing."""
+        """Say now and then that the gateway is missing."""
         if self.is_registered or not self._reminder.is_due(now):
             return
         where = self.address
@@ -194,7 +194,7 @@ class GatewayLink:
             log.info("still waiting for the gateway at %s to answer: it is connected, and has not registered us", where)
 
     def _report_failure(self, failure: HandshakeFailure) -> None:
-        """Logs why the gateway cannot be reached: each cause once, since an attacker on the path can forge it."""
+        """Log why the gateway cannot be reached: each cause once, since an attacker on the path can forge it."""
         if failure not in self._failures:
             self._failures.add(failure)
             log.error("cannot connect to --gateway %s: %s; trying again", self.address, REMEDIES[failure])

@@ -128,7 +128,7 @@ class GatewayLinks:
         return [link.mailbox for link in self._links]
 
     def remind(self, now: float) -> None:
-        """Says now and then that a gateway is missing."""
+        """Say now and then that a gateway is missing."""
         for link in self._links:
             link.remind(now)
         if not self._links and self._reminder.is_due(now):

@@ -98,7 +98,7 @@ class RequestOwners:
         return OtherLoad(num_to_compute, num_to_hold)
 
     def add(self, message: Generate, gateway: str, requests: Mapping[RequestKey, Request], *, is_whole: bool) -> None:
-        """Records the requests of a message.
+        """Record the requests of a message.
 
         Args:
             requests: those on this node.
@@ -127,7 +127,7 @@ class RequestOwners:
         return owned.gateway
 
     def end(self, key: RequestKey) -> None:
-        """Forgets a request that has failed or that its gateway has ended."""
+        """Forget a request that has failed or that its gateway has ended."""
         owned = self._requests.pop(key, None)
         if owned is not None and self._keys.get(owned.digest) == key:
             del self._keys[owned.digest]
@@ -143,7 +143,7 @@ class RequestOwners:
     # ---- gateways that go and come ----------------------------------------------------------------------------------
 
     def lose(self, gateway: str, now: float) -> list[RequestKey]:
-        """A gateway is lost. Returns its requests without a key, which must be ended."""
+        """A gateway is lost. Return its requests without a key, which must be ended."""
         mine = [key for key, owned in self._requests.items() if owned.gateway == gateway]
         ended = [key for key in mine if not self._requests[key].digest]
         if len(ended) < len(mine):
@@ -153,7 +153,7 @@ class RequestOwners:
         return ended
 
     def reclaim(self, gateway: str) -> list[RequestKey]:
-        """A gateway has registered this node again, or refused it, and dropped its requests here. Returns those to be
+        """A gateway has registered this node again, or refused it, and dropped its requests here. Return those to be
         ended."""
         self._lost.pop(gateway, None)
         running = [key for key, owned in self._requests.items() if owned.gateway == gateway and owned.ended_at is None]
@@ -169,7 +169,7 @@ class RequestOwners:
     # ---- time -------------------------------------------------------------------------------------------------------
 
     def sweep(self, on_node: Container[RequestKey], now: float) -> list[RequestKey]:
-        """Forgets what is over. Returns the orphans that are to be ended, since no client has asked for them in time.
+        """Forget what is over. Return the orphans that are to be ended, since no client has asked for them in time.
 
         Args:
             on_node: the requests that are still on this node; no message about others will follow.

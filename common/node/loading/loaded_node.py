@@ -102,7 +102,7 @@ class LoadedNode:
             self._loop.stop()
 
     def serve(self, worker: WorkerContext, endpoint: ControlEndpoint) -> int:
-        """Serve in one role after the other; returns the exit status.
+        """Serve in one role after the other; return the exit status.
 
         Raises:
             ConfigError: the first role cannot be built, or later neither can.
@@ -146,7 +146,7 @@ class LoadedNode:
         return self._factories[worker.config.role]
 
     def _serve_role(self, worker: WorkerContext, endpoint: ControlEndpoint, ends: Any) -> tuple[int, Role | None]:
-        """Serve in one role; returns the exit status, and the next role if there is one."""
+        """Serve in one role; return the exit status, and the next role if there is one."""
         config = worker.config
         recorder = start_recording(worker, ends) if config.record else None
         role = self._factory(worker).build(worker, ends if recorder is None else RecordedTransports(ends, recorder))

@@ -27,14 +27,14 @@ class StepTimes:
         self._prompt = _Sums()
 
     def add(self, seconds: float, num_prompt_tokens: int) -> None:
-        """Counts a step that computed ``num_prompt_tokens`` tokens of prompts."""
+        """Count a step that computed ``num_prompt_tokens`` tokens of prompts."""
         if num_prompt_tokens:
             self._prompt = self._prompt.plus(seconds, num_prompt_tokens)
         else:
             self._decode = self._decode.plus(seconds, 0)
 
     def add_decode_steps(self, durations: Sequence[float]) -> None:
-        """Counts steps without prompts, by their durations in seconds."""
+        """Count steps without prompts, by their durations in seconds."""
         weight, total, tokens = self._decode
         for seconds in durations:
             weight, total, tokens = weight * DECAY + 1.0, total * DECAY + seconds, tokens * DECAY

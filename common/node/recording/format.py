@@ -174,7 +174,7 @@ def _read_frame(file: IO[bytes], path: str, number: int) -> AnyFrame | None:
 
 
 def open_new(path: str) -> tuple[IO[bytes], str]:
-    """Create a file that only this user may read, since it holds prompts; returns it and its name.
+    """Create a file that only this user may read, since it holds prompts; return it and its name.
 
     The name is ``path``, or ``path.1`` and so on if that exists.
 

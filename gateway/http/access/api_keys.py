@@ -94,7 +94,7 @@ class ApiKeyFile:
         self._signature: tuple[int, ...] | None = None
 
     def read(self) -> KeyFile:
-        """Reads the file. Raises ConfigError: names the file and the table, never a key."""
+        """Read the file. Raises ConfigError: names the file and the table, never a key."""
         try:
             status = os.stat(self._path)
             self._signature = _signature(status)
@@ -130,7 +130,7 @@ class ApiKeyFile:
         return KeyFile(keys, quotas)
 
     async def follow(self, on_change: Callable[[KeyFile], None]) -> None:
-        """Reads the file whenever it changes, for ever. After an error, what was read before stays valid, and the file
+        """Read the file whenever it changes, for ever. After an error, what was read before stays valid, and the file
         is read again until that works: the error may be of this process, such as too many open files.
         """
         problem = ""

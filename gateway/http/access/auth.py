@@ -84,7 +84,7 @@ class Authenticator:
         self.has_keys = self.needs_key or self._is_admin_by_key
 
     def replace_keys(self, keys: Mapping[bytes, ApiKey]) -> None:
-        """Replaces all keys but the permanent ones. From now on requests need a key, even if there is none."""
+        """Replace all keys but the permanent ones. From now on requests need a key, even if there is none."""
         self._load({**keys, **self._permanent})
         self.needs_key = self.has_keys = self._is_admin_by_key = True
 

@@ -46,7 +46,7 @@ class RequestChecks:
         self._is_stopping = False
 
     def begin_stop(self) -> None:
-        """Refuses further POST and PUT requests, and ``/ready``, with 503."""
+        """Refuse further POST and PUT requests, and ``/ready``, with 503."""
         self._is_stopping = True
 
     async def admit(self, scope: Scope, receive: Receive) -> tuple[str, bytes]:

@@ -83,7 +83,7 @@ class BlockBuilder:
         return events
 
     def finish(self) -> list[Event]:
-        """Ends the last block."""
+        """End the last block."""
         block = self._open
         if block is None:
             return []

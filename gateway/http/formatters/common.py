@@ -139,5 +139,5 @@ class ResponseFormatter(ABC):
         """The parts of the whole answer, in JSON. Those of one with many log-probabilities are made on a thread."""
 
     def keep(self) -> None:
-        """Stores what ``last`` or the first part of ``answer`` has made, before it is sent, if this API stores it."""
+        """Store what ``last`` or the first part of ``answer`` has made, before it is sent, if this API stores it."""
         return

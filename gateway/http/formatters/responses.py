@@ -105,7 +105,7 @@ class ItemBuilder:
         return events
 
     def finish(self, status: str) -> list[Event]:
-        """Ends the last item, with the status ``completed`` or ``incomplete``."""
+        """End the last item, with the status ``completed`` or ``incomplete``."""
         item, self._open = self._open, None
         if item is None:
             return []

@@ -41,7 +41,7 @@ REQUEST_ID_HEADER = {
 
 
 def complete(document: dict[str, Any], endpoints: Iterable[Endpoint]) -> None:
-    """Adds to FastAPI's document what FastAPI does not know."""
+    """Add to FastAPI's document what FastAPI does not know."""
     endpoints = list(endpoints)
     paths: dict[str, Any] = document.setdefault("paths", {})
     for operations in paths.values():
@@ -101,7 +101,7 @@ def _json_text(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> None:
-    """Adds errors, keys and headers to an operation."""
+    """Add errors, keys and headers to an operation."""
     answers: dict[str, Any] = operation.setdefault("responses", {})
     errors = dict(ERRORS)
     if method not in ("get", "head"):

@@ -60,12 +60,12 @@ def value_of_either(fields: msgspec.Struct, name: str, other: str, prefix: str =
 
 
 def decode(kind: type[Body], body: bytes) -> Body:
-    """Decodes a body. Raises RequestError naming the field."""
+    """Decode a body. Raises RequestError naming the field."""
     return decode_with_extras(kind, body)[0]
 
 
 def decode_with_extras(kind: type[Body], body: bytes, *, are_refused: bool = False) -> tuple[Body, tuple[str, ...]]:
-    """Decodes a body, and names its fields without effect, such as ``user`` and ``messages.cache_control``.
+    """Decode a body, and name its fields without effect, such as ``user`` and ``messages.cache_control``.
 
     Args:
         are_refused: refuse fields without effect, instead of naming them.
@@ -144,7 +144,7 @@ class _Cleaner:
 
 
 def _refuse_unknown(name: str, value: object, where: str, known: Mapping[str, inspect.Type]) -> None:
-    """Refuses an unknown field, unless its value asks for nothing."""
+    """Refuse an unknown field, unless its value asks for nothing."""
     if name not in UNSUPPORTED:
         hint = _other_place(name, known) or INSTEAD.get(name)
         if hint is None and (close := difflib.get_close_matches(name[:MAX_NAME], known, 1)):

@@ -47,7 +47,7 @@ Prompts = str | list[str | int | list[int]]
 
 
 def supports(*values: str) -> Meta:
-    """Describes the values that a string may have; any other is refused with an error that says why."""
+    """Describe the values that a string may have; any other is refused with an error that says why."""
     return Meta(extra_json_schema={"enum": list(values)})
 
 

@@ -122,7 +122,7 @@ def to_messages(messages: list[AnthropicMessage]) -> list[ChatMessage]:
 
 
 def _add_to_turn(turn: AssistantTurn, block: ContentBlock, where: str) -> None:
-    """Adds a block of an assistant message."""
+    """Add a block of an assistant message."""
     if block.type == "thinking":
         turn.reasoning.append(block.thinking or "")
     elif block.type == "redacted_thinking":
@@ -150,7 +150,7 @@ def _result(block: ContentBlock, where: str) -> ChatMessage:
 
 
 def _add_text(chat: list[ChatMessage], role: Role, block: ContentBlock, where: str) -> None:
-    """Adds a block of a user or system message to the last message, if that has the same role."""
+    """Add a block of a user or system message to the last message, if that has the same role."""
     part = _text_part(block, where)
     last = chat[-1] if chat else None
     if last is not None and last.role == role and isinstance(last.content, list):

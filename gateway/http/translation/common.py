@@ -55,7 +55,7 @@ class AssistantTurn:
     calls: list[ToolCall] = field(default_factory=list)
 
     def call(self, call_id: str | None, name: str | None, arguments: str, where: str, *, id_field: str) -> None:
-        """Adds a tool call. Raises RequestError: its id or its name is missing."""
+        """Add a tool call. Raises RequestError: its id or its name is missing."""
         if call_id is None:
             raise missing(f"{where}.{id_field}")
         if name is None:

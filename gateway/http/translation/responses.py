@@ -119,7 +119,7 @@ def to_chat(body: ResponsesRequest, history: Sequence[InputItem]) -> ChatComplet
 
 
 def _check(body: ResponsesRequest) -> None:
-    """Refuses what this server cannot do."""
+    """Refuse what this server cannot do."""
     if body.n not in (None, 1):
         raise refuse("a response has one output; use /v1/chat/completions for several", "n")
     for name, instead in (("prompt", "send instructions and input"), ("conversation", "use previous_response_id")):

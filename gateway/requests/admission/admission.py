@@ -79,7 +79,7 @@ class Admission:
     def admit(
         self, count: int, *, max_running: int, now: float, waiting: Sized = (), in_flight: Iterable[OutputStream] = ()
     ) -> None:
-        """Counts all of them in, or none. Raises RequestError: there are too many for now.
+        """Count all of them in, or none. Raises RequestError: there are too many for now.
 
         Args:
             waiting, in_flight: as for ``retry_after``.
@@ -93,7 +93,7 @@ class Admission:
             raise RequestError(ErrorCode.QUEUE_FULL, message, retry_after_s=retry_after_s)
 
     def take(self, count: int, *, max_running: int, now: float) -> int:
-        """Counts all of them in, unless they are too many. Returns the excess: more than 0 if they are."""
+        """Count all of them in, unless they are too many. Return the excess: more than 0 if they are."""
         if 2 * self.num_in_flight <= self._full_at:
             self._promised.clear()
             self._num_promised = 0

@@ -30,7 +30,7 @@ class _Account:
         self._counted_at = now
 
     def change(self, quota: Quota, now: float) -> None:
-        """Sets other limits. A tenant that had no limit of tokens begins with a full minute."""
+        """Set other limits. A tenant that had no limit of tokens begins with a full minute."""
         self.balance(now)  # what was earned until now was earned at the rate so far
         if self.quota.tokens_per_minute is None:
             self._balance = math.inf
@@ -64,7 +64,7 @@ class Quotas:
         self.replace(quotas, 0.0)
 
     def replace(self, quotas: Mapping[str, Quota], now: float) -> None:
-        """Replaces all quotas. The requests in flight and the used tokens of each tenant stay counted."""
+        """Replace all quotas. The requests in flight and the used tokens of each tenant stay counted."""
         self._quotas = dict(quotas)
         self._others = self._quotas.pop(OTHER_TENANTS, Quota())
         for tenant, account in self._accounts.items():
@@ -74,7 +74,7 @@ class Quotas:
         return bool(tenant) and self._quotas.get(tenant, self._others) != Quota()
 
     def admit(self, tenant: str, count: int, tokens: int, now: float) -> None:
-        """Counts the outputs of a request and the tokens of its prompts and predicted outputs in, or refuses it.
+        """Count the outputs of a request and the tokens of its prompts and predicted outputs in, or refuse it.
 
         Raises RequestError: more than the tenant may have in flight, ever (400) or now (429), or per minute (429).
         """
@@ -113,7 +113,7 @@ class Quotas:
                 del self._accounts[tenant]  # it says nothing, and must not displace an account with limits
 
     def settle(self, stream: OutputStream) -> None:
-        """Replaces the expected cost of an ended output by its real one."""
+        """Replace the expected cost of an ended output by its real one."""
         request = stream.request
         tokens = len(request.prompt) + len(stream.ids)
         now, in_flight_s = stream.ended_at, stream.ended_at - stream.started_at
@@ -129,7 +129,7 @@ class Quotas:
         return account
 
     def _forget_idle(self) -> None:
-        """Drops the least recently used account without requests in flight, if there are too many."""
+        """Drop the least recently used account without requests in flight, if there are too many."""
         if len(self._accounts) >= MAX_IDLE_TENANTS:
             oldest = next((name for name, account in self._accounts.items() if not account.in_flight.num_in_flight), "")
             self._accounts.pop(oldest, None)

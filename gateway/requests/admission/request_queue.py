@@ -55,7 +55,7 @@ class RequestQueue:
         self._waiting[request.key] = request
 
     def put_back(self, request: Request) -> None:
-        """Takes a request again whose attempt has ended. It comes before all that have not been sent yet.
+        """Take a request again whose attempt has ended. It comes before all that have not been sent yet.
 
         These wait longer for it, but each request is put back only so often (``gateway.requests.attempts.recovery``).
         """
@@ -63,14 +63,14 @@ class RequestQueue:
         self._recovered[request.key] = request
 
     def remove(self, request: Request) -> None:
-        """Removes a request that was sent or has ended."""
+        """Remove a request that was sent or has ended."""
         if self._recovered.pop(request.key, None) is None:
             del self._waiting[request.key]
         self._stranded.pop(request.key, None)
         self._stranded_before.pop(request.key, None)
 
     def reprioritize(self, request: Request, priority: int, priority_class: str) -> None:
-        """Changes the urgency of a request; it keeps its arrival order among equals."""
+        """Change the urgency of a request; it keeps its arrival order among equals."""
         self._waiting.reprioritize(request, priority, priority_class)
 
     def first(self, count: int, now: float) -> Sequence[Request]:
@@ -124,11 +124,11 @@ class RequestQueue:
     # ---- missing nodes ----------------------------------------------------------------------------------------------
 
     def strand(self, request: Request, now: float) -> None:
-        """Sets aside a request that no registered pool could hold; others may pass it until a node registers."""
+        """Set aside a request that no registered pool could hold; others may pass it until a node registers."""
         self._stranded[request.key] = now - self._stranded_before.pop(request.key, 0.0)
 
     def retry_stranded(self, now: float) -> None:
-        """Takes requests back that were set aside. The time until one is set aside again does not count."""
+        """Take requests back that were set aside. The time until one is set aside again does not count."""
         self._stranded_before |= {key: now - since for key, since in self._stranded.items()}
         self._stranded.clear()
 

@@ -51,7 +51,7 @@ class FurtherAttempts:
         return flight.recovery.verdict(now, timeout_s=flight.pool.recovery_timeout_s) or backoff_s
 
     def wait(self, flight: InFlightRequest, backoff_s: float, now: float) -> float:
-        """Adds a request whose nodes have been released. Returns the seconds until it joins the queue: its back-off,
+        """Add a request whose nodes have been released. Return the seconds until it joins the queue: its back-off,
         or longer if the retry budget is used up."""
         pool, recovery = flight.pool, flight.recovery
         assert recovery is not None

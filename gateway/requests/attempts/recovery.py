@@ -91,7 +91,7 @@ class Recovery:
         return num_output >= self.num_output + NUM_PROGRESS
 
     def ended(self, end: AttemptEnd, *, num_output: int, revision: str, now: float) -> float:
-        """Takes the end of one more attempt. Returns the seconds until the next one."""
+        """Take the end of one more attempt. Return the seconds until the next one."""
         if self.has_progressed(num_output):
             self.num_ended = self.num_losses = 0
         if not self.num_ended or num_output > self.num_output:
@@ -106,7 +106,7 @@ class Recovery:
         return float(min(MIN_BACKOFF_S * 2.0 ** min(self.num_ended - 1, 16), MAX_BACKOFF_S))
 
     def confirms(self, incarnation: str, alive_until: float) -> bool:
-        """The gateway has lost a node. Returns whether this counts as the loss that another node has reported.
+        """The gateway has lost a node. Return whether this counts as the loss that another node has reported.
 
         Args:
             alive_until: the node was probably alive until then.

@@ -18,7 +18,7 @@ class RetryBudget:
         self._at = 0.0
 
     def take(self, now: float, *, num_in_flight: int) -> float:
-        """Counts one recovery. Returns the seconds that it has to wait; 0.0 within the budget."""
+        """Count one recovery. Return the seconds that it has to wait; 0.0 within the budget."""
         size = num_in_flight + MINIMUM
         per_s = size / PERIOD_S
         self._num_used = max(self._num_used - max(now - self._at, 0.0) * per_s, 0.0) + 1.0

@@ -10,7 +10,7 @@ from gateway.workers.routing.router import WorkerPair
 
 
 def begin_trial(flight: InFlightRequest, pair: WorkerPair) -> None:
-    """Makes an attempt a trial if its request is suspect, or if its pair is to be probed."""
+    """Make an attempt a trial if its request is suspect, or if its pair is to be probed."""
     registry = flight.pool.registry
     if flight.recovery is not None and flight.recovery.is_suspect:
         flight.has_reserved_nodes = True
@@ -21,7 +21,7 @@ def begin_trial(flight: InFlightRequest, pair: WorkerPair) -> None:
 
 
 def end_passed_trial(flight: InFlightRequest) -> bool:
-    """Ends a trial as soon as its output shows enough. Returns whether nodes get other requests again."""
+    """End a trial as soon as its output shows enough. Return whether nodes get other requests again."""
     assert flight.pair is not None
     is_passed = False
     if flight.is_probe and flight.is_prefilled:
@@ -36,13 +36,13 @@ def end_passed_trial(flight: InFlightRequest) -> bool:
 
 
 def end_trial(flight: InFlightRequest, pair: WorkerPair) -> bool:
-    """Notes what the end of an attempt says about its nodes. Returns whether these get other requests again."""
+    """Note what the end of an attempt says about its nodes. Return whether these get other requests again."""
     is_probe = bool(flight.pool.registry.health.breakers) and _end_probe(flight, pair)
     return (flight.has_reserved_nodes and _release(flight, pair)) or is_probe
 
 
 def _end_probe(flight: InFlightRequest, pair: WorkerPair) -> bool:
-    """Tells the health of the pair whether pages have arrived. Any attempt may tell that they have."""
+    """Tell the health of the pair whether pages have arrived. Any attempt may tell that they have."""
     if pair.prefill is None or pair.decode is None:
         return False
     registry, key, is_probe = flight.pool.registry, PairKey(pair.prefill, pair.decode), flight.is_probe

@@ -138,7 +138,7 @@ def _grammar(
     body: ChatCompletionRequest, tool_format: ToolFormat, tools: Sequence[Tool], markers: Mapping[str, int],
     structure: ChatOutput,
 ) -> str:  # fmt: skip
-    """Binds calls that the answer must make, or its text and the calls that it may make, or those of strict tools."""
+    """Bind calls that the answer must make, or its text and the calls that it may make, or those of strict tools."""
     # A named function is called once, as in SGLang and vLLM: with the same tool again, a weak model would not end.
     is_parallel = body.parallel_tool_calls is not False and _named_tool(body) is None
     calls = partial(tool_format.grammar, parallel=is_parallel, token_ids=markers)

@@ -229,7 +229,7 @@ class InputProcessor:
         return context._replace(slo_ttft_s=(slo_ttft_ms or 0.0) / 1000, slo_itl_s=(slo_itl_ms or 0.0) / 1000)
 
     def _openai_context(self, body: OpenAIRequest, model: ServedModel, tenant: str, request_id: str) -> _Context:
-        """Checks what both OpenAI endpoints share."""
+        """Check what both OpenAI endpoints share."""
         context = self._context(body, model, tenant, request_id)
         if body.stream_options is not None:
             _check_stream_options(body)
@@ -273,7 +273,7 @@ class InputProcessor:
         return context._replace(output=ChatOutput(grammar=grammar, param=wanted.param))
 
     async def _check_calls(self, body: ChatCompletionRequest, grammar: str) -> None:
-        """Checks the grammar of calls. An error names the function whose parameters alone have the same error."""
+        """Check the grammar of calls. An error names the function whose parameters alone have the same error."""
         try:
             await self._grammars.check(StructuredOutput("tools", "lark", grammar))
         except RequestError as error:
@@ -350,7 +350,7 @@ class InputProcessor:
         return ids
 
     async def _check_beginning(self, context: _Context, text: str, param: str) -> None:
-        """Refuses a text that is far too long after tokenizing only its beginning."""
+        """Refuse a text that is far too long after tokenizing only its beginning."""
         length = context.limits.context_length
         beginning = text[: 8 * length]
         tokenizer = context.model.tokenizer
@@ -463,7 +463,7 @@ def _asks_for_structure(body: msgspec.Struct) -> bool:
 
 @functools.cache
 def _structure_fields(kind: type[msgspec.Struct]) -> Callable[[msgspec.Struct], tuple[object, ...]]:
-    """Reads the fields of a body that ask for structured output."""
+    """Read the fields of a body that ask for structured output."""
     return attrgetter(*[name for name in STRUCTURE_FIELDS if name in kind.__struct_fields__])
 
 
@@ -475,7 +475,7 @@ _sampling_fields: Callable[[SamplingFields], tuple[float | None, ...]] = attrget
 
 
 def check_length(prompt: Sequence[int], limits: ServingLimits, param: str) -> None:
-    """Refuses a prompt that no node can take."""
+    """Refuse a prompt that no node can take."""
     count = len(prompt)
     if not count:
         raise refuse("must not be empty", param)
@@ -565,7 +565,7 @@ def _check_token_ids(body: SamplingFields, limits: ServingLimits, prefix: str) -
 
 
 def _stop_strings(given: str | list[str] | None, param: str) -> tuple[str, ...]:
-    """Refuses too many and too long stop strings. Empty ones ask for nothing."""
+    """Refuse too many and too long stop strings. Empty ones ask for nothing."""
     stops = [given] if isinstance(given, str) else given or []
     if len(stops) > MAX_STOPS:
         raise refuse(f"has {len(stops)} stop strings, at most {MAX_STOPS} are allowed", param)

@@ -62,7 +62,7 @@ def split_prompts(given: Any, param: str) -> list[Prompt]:
 
 
 def check_num_outputs(num_prompts: int, num_samples: int, most: int, prompts: str, samples: str) -> None:
-    """Refuses more outputs than can be in flight at once, before any is made.
+    """Refuse more outputs than can be in flight at once, before any is made.
 
     Args:
         prompts, samples: the fields that ask for them.
@@ -74,7 +74,7 @@ def check_num_outputs(num_prompts: int, num_samples: int, most: int, prompts: st
 
 
 def check_vocabulary(ids: Collection[int], vocab_size: int, param: str) -> None:
-    """Refuses ids that the model does not have. It has all ids of the tokenizer (``gateway.workers.registry``)."""
+    """Refuse ids that the model does not have. It has all ids of the tokenizer (``gateway.workers.registry``)."""
     smallest, largest = min(ids, default=0), max(ids, default=0)
     if smallest < 0 or largest >= vocab_size:
         wrong = smallest if smallest < 0 else largest

@@ -98,7 +98,7 @@ class ToolParser(IncrementalParser):
             self._space.append(text[len(body) :])
 
     def _hold(self, text: str) -> None:
-        """Keeps text, read just now, that may begin a call. Raises NotACall if it is too long; the excess is unread."""
+        """Keep text, read just now, that may begin a call. Raises NotACall if it is too long; the excess is unread."""
         excess = max(self._num_held + len(text) - MAX_HELD, 0)
         self._at -= excess
         self._held.append(text[: len(text) - excess])
@@ -107,7 +107,7 @@ class ToolParser(IncrementalParser):
             raise NotACall
 
     def _release(self) -> None:
-        """Makes text of what was held."""
+        """Make text of what was held."""
         held = "".join(self._held)
         self._forget()
         self._text(held)
@@ -117,7 +117,7 @@ class ToolParser(IncrementalParser):
         self._num_held = 0
 
     def _begin(self, name: str) -> None:
-        """Begins a call; what was held belongs to it. Raises NotACall."""
+        """Begin a call; what was held belongs to it. Raises NotACall."""
         if name not in self._tools or self._num_calls == MAX_CALLS:
             raise NotACall
         self._forget()
@@ -134,7 +134,7 @@ class ToolParser(IncrementalParser):
     def _text_and_calls(
         self, markers: Sequence[str], read: Callable[[str], Steps[str]], *, may_begin_at_once: bool = False
     ) -> Steps[None]:
-        """Reads an output of text, and of calls behind markers.
+        """Read an output of text, and of calls behind markers.
 
         Args:
             read: reads what follows a marker, and returns the next marker if it has read that, too. It raises NotACall
@@ -156,7 +156,7 @@ class ToolParser(IncrementalParser):
             is_due = bool(marker)
 
     def _after_call(self, markers: Sequence[str]) -> Steps[str]:
-        """Reads one of these markers with the whitespace before it, if it comes next."""
+        """Read one of these markers with the whitespace before it, if it comes next."""
         yield from self._run(SPACE, self._text)
         marker = yield from self._accept(markers, drop)
         if marker:
@@ -164,7 +164,7 @@ class ToolParser(IncrementalParser):
         return marker
 
     def _call_object(self) -> Steps[bool]:
-        """Reads a call that is a JSON object with the name and the arguments, in any order.
+        """Read a call that is a JSON object with the name and the arguments, in any order.
 
         Returns:
             False if the arguments are broken or cut off; what was read of them has been passed on.
@@ -202,7 +202,7 @@ class ToolParser(IncrementalParser):
         return reader.has_arguments
 
     def _key(self, sink: Sink) -> Steps[str | None]:
-        """Reads a key with its colon; None if there is none."""
+        """Read a key with its colon; None if there is none."""
         if (yield from self._peek()) != '"':
             return None
         texts: list[str] = []
@@ -231,7 +231,7 @@ class ToolParser(IncrementalParser):
             self._arguments(reader.held_arguments)
 
     def _object_arguments(self, reader: "_CallObject") -> Steps[bool]:
-        """Passes the arguments on, or holds them if the name is still to come."""
+        """Pass the arguments on, or hold them if the name is still to come."""
         reader.has_arguments = True
         if reader.has_begun:
             return (yield from self._json(self._arguments))

@@ -31,7 +31,7 @@ class DeepSeekParser(ToolParser):
         return self._text_and_calls((CALLS_BEGIN, CALL_BEGIN), self._calls)
 
     def _calls(self, marker: str) -> Steps[str]:
-        """Reads calls up to text; returns a begin marker if it ends broken arguments."""
+        """Read calls up to text; return a begin marker if it ends broken arguments."""
         self._hold(marker)
         if marker == CALLS_BEGIN:
             yield from self._run(SPACE, self._hold)
@@ -49,7 +49,7 @@ class DeepSeekParser(ToolParser):
             self._hold(marker)
 
     def _call(self) -> Steps[bool]:
-        """Reads a call up to its end marker; False if its arguments are broken."""
+        """Read a call up to its end marker; False if its arguments are broken."""
         num_before = len(self._held)
         if not (yield from self._text_until((SEP,), self._hold)):
             raise NotACall

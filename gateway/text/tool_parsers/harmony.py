@@ -42,7 +42,7 @@ class HarmonyParser(ToolParser):
                 marker = yield from self._header(marker)
 
     def _header(self, marker: str) -> Steps[str]:
-        """Reads a header behind ``<|start|>`` or ``<|channel|>``, or "" at first; returns the marker that follows.
+        """Read a header behind ``<|start|>`` or ``<|channel|>``, or "" at first; return the marker that follows.
 
         A header without a message is dropped, but text in front of all markers is the answer.
         """
@@ -77,7 +77,7 @@ class HarmonyParser(ToolParser):
         return self._reasoning if is_reasoning else self._text
 
     def _content(self, sink: Sink) -> Steps[str]:
-        """Reads the content of a message; returns the marker that ends it."""
+        """Read the content of a message; return the marker that ends it."""
         is_empty = not (yield from self._peek())
         marker = yield from self._text_until((START, *_ENDS), sink)
         if is_empty and sink == self._arguments:

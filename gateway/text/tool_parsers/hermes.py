@@ -28,7 +28,7 @@ class HermesParser(ToolParser):
         return self._text_and_calls((BEGIN,), self._call)
 
     def _call(self, marker: str) -> Steps[str]:
-        """Reads a call behind its begin tag; returns the begin tag of the next if the end tag is missing."""
+        """Read a call behind its begin tag; return the begin tag of the next if the end tag is missing."""
         self._hold(marker)
         yield from self._run(SPACE, self._hold)
         if (yield from self._call_object()):

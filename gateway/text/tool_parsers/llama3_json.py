@@ -24,7 +24,7 @@ class Llama3JsonParser(ToolParser):
         yield from self._text_and_calls((TAG,), self._calls, may_begin_at_once=True)
 
     def _calls(self, marker: str) -> Steps[str]:
-        """Reads calls up to text; returns the tag if it ends broken arguments."""
+        """Read calls up to text; return the tag if it ends broken arguments."""
         if marker:
             self._hold(marker)
         else:

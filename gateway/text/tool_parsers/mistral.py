@@ -28,7 +28,7 @@ class MistralParser(ToolParser):
         return self._text_and_calls((CALLS,), self._calls)
 
     def _calls(self, marker: str) -> Steps[str]:
-        """Reads what follows ``[TOOL_CALLS]``; returns the next one if it ends broken arguments."""
+        """Read what follows ``[TOOL_CALLS]``; return the next one if it ends broken arguments."""
         self._hold(marker)
         yield from self._run(SPACE, self._hold)
         if (yield from self._literal("[", self._hold)):

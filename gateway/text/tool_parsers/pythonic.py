@@ -45,7 +45,7 @@ class PythonicParser(ToolParser):
         yield from self._text_and_calls((START, TAG), self._calls, may_begin_at_once=True)
 
     def _calls(self, marker: str) -> Steps[str]:
-        """Reads a list of calls; returns the marker that ends broken arguments."""
+        """Read a list of calls; return the marker that ends broken arguments."""
         if marker:
             self._hold(marker)
         else:
@@ -71,7 +71,7 @@ class PythonicParser(ToolParser):
         return ""
 
     def _keywords(self) -> Steps[bool]:
-        """Reads the arguments of a call with the closing parenthesis; False if they are broken."""
+        """Read the arguments of a call with the closing parenthesis; False if they are broken."""
         self._arguments("{")
         separator = ""
         while True:
@@ -92,7 +92,7 @@ class PythonicParser(ToolParser):
                 return False
 
     def _comma(self, closing: str) -> Steps[bool]:
-        """Reads a comma with the space around it; False if neither it nor the closing bracket comes next."""
+        """Read a comma with the space around it; False if neither it nor the closing bracket comes next."""
         yield from self._run(SPACE, drop)
         if (yield from self._literal(",", drop)):
             yield from self._run(SPACE, drop)
@@ -100,7 +100,7 @@ class PythonicParser(ToolParser):
         return (yield from self._peek()) == closing
 
     def _python_value(self, depth: int) -> Steps[bool]:
-        """Reads a literal and passes it on as JSON; False if it is broken or cut off."""
+        """Read a literal and pass it on as JSON; False if it is broken or cut off."""
         yield from self._run(SPACE, drop)
         character = yield from self._peek()
         if character in ("'", '"'):
@@ -113,7 +113,7 @@ class PythonicParser(ToolParser):
         return bool(scalar)
 
     def _container(self, opening: str, depth: int) -> Steps[bool]:
-        """Reads a list, tuple or dictionary."""
+        """Read a list, tuple or dictionary."""
         closing = {"[": "]", "(": ")", "{": "}"}[opening]
         yield from self._literal(opening, drop)
         self._arguments("{" if opening == "{" else "[")
@@ -130,7 +130,7 @@ class PythonicParser(ToolParser):
         return True
 
     def _dictionary_key(self) -> Steps[bool]:
-        """Reads a key with its colon; numbers and constants become strings, as JSON has no other keys."""
+        """Read a key with its colon; numbers and constants become strings, as JSON has no other keys."""
         character = yield from self._peek()
         if character in ("'", '"'):
             if not (yield from self._python_string(character)):
@@ -147,7 +147,7 @@ class PythonicParser(ToolParser):
         return True
 
     def _scalar(self) -> Steps[str]:
-        """Reads a number or constant and returns it as JSON; passes it on as it is and returns "" if it is neither."""
+        """Read a number or constant and return it as JSON; pass it on as it is and return "" if it is neither."""
         texts: list[str] = []
         yield from self._run(_SCALAR, texts.append)
         text = "".join(texts)
@@ -157,7 +157,7 @@ class PythonicParser(ToolParser):
         return value
 
     def _python_string(self, quote: str) -> Steps[bool]:
-        """Reads a string; False if it is cut off."""
+        """Read a string; False if it is cut off."""
         end = quote * 3 if (yield from self._literal(quote * 3, drop)) else quote
         if end == quote:
             yield from self._literal(quote, drop)
@@ -183,7 +183,7 @@ class PythonicParser(ToolParser):
         self._arguments(json.dumps(text, ensure_ascii=is_surrogate)[1:-1])
 
     def _python_escape(self) -> Steps[None]:
-        """Reads a backslash with what belongs to it."""
+        """Read a backslash with what belongs to it."""
         following = yield from self._ahead(2)
         code = following[1:]
         if code in _CODE_LENGTHS:

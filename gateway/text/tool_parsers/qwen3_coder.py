@@ -55,7 +55,7 @@ class Qwen3CoderParser(ToolParser):
         return self._text_and_calls((BEGIN, _FUNCTION), self._call)
 
     def _call(self, marker: str) -> Steps[str]:
-        """Reads a call behind a begin tag; returns the begin tag of the next if this call's end is missing."""
+        """Read a call behind a begin tag; return the begin tag of the next if this call's end is missing."""
         self._hold(marker)
         if marker == BEGIN:
             yield from self._run(SPACE, self._hold)
@@ -71,7 +71,7 @@ class Qwen3CoderParser(ToolParser):
         return (yield from self._parameters(self._tools[name]))
 
     def _parameters(self, tool: Tool) -> Steps[str]:
-        """Reads parameters up to the end of the call; text between them is text of the answer."""
+        """Read parameters up to the end of the call; text between them is text of the answer."""
         separator = ""
         while True:
             marker = yield from self._text_until((_PARAMETER, _FUNCTION_END, BEGIN, END), self._text)
@@ -89,7 +89,7 @@ class Qwen3CoderParser(ToolParser):
             return BEGIN if marker == BEGIN else ""
 
     def _parameter(self, tool: Tool) -> Steps[str]:
-        """Reads a parameter behind its begin tag; returns the marker that ends it."""
+        """Read a parameter behind its begin tag; return the marker that ends it."""
         names: list[str] = []
         yield from self._run(_NAME, names.append)
         yield from self._literal(">", drop)
@@ -106,7 +106,7 @@ class Qwen3CoderParser(ToolParser):
         return marker
 
     def _string(self) -> Steps[str]:
-        """Passes a string on as it comes."""
+        """Pass a string on as it comes."""
         self._arguments('"')
         marker = yield from self._value(lambda text: self._arguments(_quoted(text)[1:-1]))
         if marker:
@@ -114,7 +114,7 @@ class Qwen3CoderParser(ToolParser):
         return marker
 
     def _value(self, sink: Sink) -> Steps[str]:
-        """Reads a value with its end tag, without the line break before the tag. The end of the call ends it, too."""
+        """Read a value with its end tag, without the line break before the tag. The end of the call ends it, too."""
         breaks: list[str] = []
 
         def hold_break(text: str) -> None:

@@ -98,7 +98,7 @@ class NodeArrays:
         self.num_requests, self.num_begun, self.turn, self.idle_at = _zeros(), _zeros(), _zeros(), _zeros()
 
     def grow(self) -> None:
-        """Adds as many empty rows as there are."""
+        """Add as many empty rows as there are."""
         for name, column in vars(self).items():
             setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
 

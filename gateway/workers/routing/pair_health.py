@@ -52,7 +52,7 @@ class PairHealth:
         return [pair for pair, breaker in self.breakers.items() if breaker.state in ("open", "probing")]
 
     def failed(self, pair: PairKey, now: float, *, is_probe: bool) -> bool:
-        """Counts a failed transfer. Returns whether the pair gets no requests from now on.
+        """Count a failed transfer. Return whether the pair gets no requests from now on.
 
         While the breaker is not closed only the probe counts: the others, often very many, were sent before it opened.
         """
@@ -65,7 +65,7 @@ class PairHealth:
         return True
 
     def succeeded(self, pair: PairKey, *, is_probe: bool) -> bool:
-        """A request was handed over. Returns whether the pair gets requests again.
+        """A request was handed over. Return whether the pair gets requests again.
 
         While the breaker is not closed only the probe counts: the others were handed over before it opened.
         """
@@ -76,7 +76,7 @@ class PairHealth:
         return is_probe
 
     def sent(self, pair: PairKey) -> bool:
-        """A request was sent to the pair. Returns whether it is the one that probes it."""
+        """A request was sent to the pair. Return whether it is the one that probes it."""
         breaker = self.breakers.get(pair)
         if breaker is None or breaker.state != "half_open":
             return False
@@ -90,12 +90,12 @@ class PairHealth:
             breaker.state = "half_open"
 
     def tick(self, now: float) -> bool:
-        """Lets pairs whose back-off is over be probed. Returns whether there are such."""
+        """Let pairs whose back-off is over be probed. Return whether there are such."""
         due = [breaker for breaker in self.breakers.values() if breaker.state == "open" and breaker.until <= now]
         for breaker in due:
             breaker.state = "half_open"
         return bool(due)
 
     def forget(self, incarnation: str) -> None:
-        """Drops the breakers of a node that is gone."""
+        """Drop the breakers of a node that is gone."""
         self.breakers = {pair: breaker for pair, breaker in self.breakers.items() if incarnation not in pair}

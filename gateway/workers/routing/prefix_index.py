@@ -152,7 +152,7 @@ class PrefixIndex:
         self._num_bytes += len(run.pieces)
 
     def _split(self, run: _Run, num_bytes: int) -> _Run:
-        """Makes two runs of one. Returns the first, which has its first ``num_bytes``."""
+        """Make two runs of one. Return the first, which has its first ``num_bytes``."""
         assert run.parent is not None
         first = _Run(run.parent, run.pieces[:num_bytes])
         first.holders = run.holders
@@ -175,7 +175,7 @@ class PrefixIndex:
         self._num_bytes = 0
 
     def remove(self, row: int) -> int:
-        """A node is gone. Its row is not given to another one before ``sweep``. Returns how many such rows there are.
+        """A node is gone. Its row is not given to another one before ``sweep``. Return how many such rows there are.
 
         Its bit is taken from all runs only then, since that takes tens of milliseconds if the index is full.
         """
@@ -184,7 +184,7 @@ class PrefixIndex:
         return self._stale.bit_count()
 
     def sweep(self) -> list[int]:
-        """Forgets the nodes that are gone. Returns their rows, which other nodes may have now."""
+        """Forget the nodes that are gone. Return their rows, which other nodes may have now."""
         stale, self._stale = self._stale, 0
         for run in self._runs:
             run.holders &= ~stale

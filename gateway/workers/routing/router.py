@@ -333,7 +333,7 @@ class Router:
         return token_s
 
     def _chosen(self, prefill: int | None, decode: int | None, needs: _Needs, pieces: bytes) -> WorkerPair:
-        """Counts a request as sent to the nodes of these rows; without a prefill node the decode node computes it."""
+        """Count a request as sent to the nodes of these rows; without a prefill node the decode node computes it."""
         rows = [row for row in (prefill, decode) if row is not None]
         num_hold = 0 if decode is None else self._num_hold(decode, needs.num_hold)
         names = [None if row is None else self._names[row] for row in (prefill, decode)]
@@ -350,13 +350,13 @@ class Router:
         return min(num_tokens, int(self._arrays.most_held[row]))
 
     def _extend_idle_at(self, row: int, now: float, num_compute: int) -> None:
-        """Moves the instant at which a prefill node will be idle by what a further prompt takes."""
+        """Move the instant at which a prefill node will be idle by what a further prompt takes."""
         arrays = self._arrays
         if token_s := arrays.prompt_token_s[row]:
             arrays.idle_at[row] = max(arrays.idle_at[row], now) + num_compute * token_s
 
     def _estimate_idle_at(self, row: int, now: float) -> None:
-        """Estimates again when a prefill node will be idle, if that instant has passed: prompts took longer than
+        """Estimate again when a prefill node will be idle, if that instant has passed: prompts took longer than
         expected, or were sent before anything was measured. All tokens of unfinished prompts count."""
         arrays = self._arrays
         if arrays.idle_at[row] <= now:
@@ -412,7 +412,7 @@ class Router:
     # ---- what nodes have to do --------------------------------------------------------------------------------------
 
     def observe(self, node: Candidate) -> None:
-        """Takes in what a node has measured, and how many requests it takes now."""
+        """Take in what a node has measured, and how many requests it takes now."""
         row = self._rows.get(node.incarnation)
         if row is not None:
             self._take_in(row, node)

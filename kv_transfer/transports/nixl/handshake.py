@@ -110,7 +110,7 @@ class Handshake:
         return True
 
     def step(self, peer_state: PeerState) -> str | None:
-        """Go on with an attachment; returns None while it is not over, then its problem, or an empty string."""
+        """Go on with an attachment; return None while it is not over, then its problem, or an empty string."""
         assert peer_state.steps is not None
         problem, is_over = "", None
         try:

@@ -16,7 +16,7 @@ from kv_transfer.transports.shm.reader import is_dead
 
 
 def host_id() -> str:
-    """Identifies the running system, whatever its containers are called; empty if it cannot be read."""
+    """Identify the running system, whatever its containers are called; empty if it cannot be read."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

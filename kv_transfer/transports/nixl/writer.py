@@ -327,7 +327,7 @@ class NixlWriter(WriterTransport):
             os.eventfd_write(self._wake, 1)
 
     def _has_attached(self, peer_state: PeerState) -> bool:
-        """Go on attaching; returns whether that is over, one way or the other."""
+        """Go on attaching; return whether that is over, one way or the other."""
         if peer_state.is_detached:
             self._handshake.end(peer_state)
             return True
@@ -341,7 +341,7 @@ class NixlWriter(WriterTransport):
         return True
 
     def _post(self, write: Write, pages: Sequence[tuple[int, int]], slices: SlicePair | None) -> Write | None:
-        """Begin to write; returns the write unless it is over already."""
+        """Begin to write; return the write unless it is over already."""
         peer_state = write.peer_state
         if peer_state.is_detached:  # never begun
             self._count_over(write)

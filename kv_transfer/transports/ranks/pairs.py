@@ -26,7 +26,7 @@ def rank_of_peer(peer: str, rank: int) -> str:
 
 
 def split(rank_name: str) -> tuple[str, int]:
-    """Reverses ``rank_of_peer``."""
+    """Reverse ``rank_of_peer``."""
     peer, _, rank = rank_name.rpartition("/")
     return peer, int(rank)
 

@@ -205,7 +205,7 @@ class ReceiveThread:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def collect(self) -> bool:
-        """Release what is left of the connection if its thread has ended; returns whether it has."""
+        """Release what is left of the connection if its thread has ended; return whether it has."""
         if self._thread.is_alive():
             return False
         self._connection.close()
@@ -283,7 +283,7 @@ class ReceiveThread:
         return page, page_slice
 
     def _place(self, memory: memoryview, page: int, page_slice: PageSlice, body: PayloadMac | None) -> bool:
-        """Receive the bytes of a page, into the pool while that is permitted and into scratch memory otherwise; returns
+        """Receive the bytes of a page, into the pool while that is permitted and into scratch memory otherwise; return
         whether all were placed.
 
         Raises:
@@ -349,7 +349,7 @@ class ReceiveThread:
             pause_s = self._look_for_silence(time.monotonic() - began_at)
 
     def _look_for_silence(self, waited_s: float) -> float:
-        """Nothing has come for a while. Returns how soon to look again; infinite if nothing of ours is under way.
+        """Nothing has come for a while. Return how soon to look again; infinite if nothing of ours is under way.
 
         Raises:
             ConnectionError: our acknowledgements vanish (``silence``).

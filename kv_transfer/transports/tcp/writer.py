@@ -194,7 +194,7 @@ class TcpWriter(WriterTransport):
         return sock
 
     def _dial_again(self, peer_state: PeerState, now: float) -> float:
-        """Dial connections again that have not formed in time. Returns when to look next."""
+        """Dial connections again that have not formed in time. Return when to look next."""
         dialling = [one for one in peer_state.connections if one.stage is Stage.DIALLING]
         for connection in dialling:
             if connection.redial_at > now:
@@ -233,7 +233,7 @@ class TcpWriter(WriterTransport):
         return news
 
     def _look_for_silence(self, now: float) -> float:
-        """Break the pairs whose packets vanish (``silence``). Returns how soon to look again."""
+        """Break the pairs whose packets vanish (``silence``). Return how soon to look again."""
         pause_s = math.inf
         for peer_state in self._peers.values():
             waited_s = 0.0 if peer_state.is_broken else peer_state.waited_s(now)

@@ -126,7 +126,7 @@ class GroupReceiveThread(ReceiveThread):
                 spare.append(first.room)
 
     def _put(self, pages: Pages, came: _Coming) -> bool:
-        """Copy what has come whole into the pool, if that is permitted; returns whether it was.
+        """Copy what has come whole into the pool, if that is permitted; return whether it was.
 
         Raises:
             ConnectionError: it is not what the writer sent.

@@ -144,7 +144,7 @@ class _EntryExchange:
                 raise ConnectionError(f"the group did not form within {FORM_S:.0f} s")
 
     def _send_entries(self, maker: _Maker) -> bool:
-        """Send what our backend has set, and MADE when it has made the group; returns whether it has."""
+        """Send what our backend has set, and MADE when it has made the group; return whether it has."""
         is_over = not maker.is_alive()
         for key in self._store.list_keys():
             if key not in self._sent and key not in self._received:

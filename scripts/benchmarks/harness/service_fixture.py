@@ -66,7 +66,7 @@ def running_process(
 
 
 def measured_load(config: LoadtestConfig, *, salt: int = 0) -> tuple[Report, float]:
-    """Run the load tester; returns its report and the cores that other processes used meanwhile.
+    """Run the load tester; return its report and the cores that other processes used meanwhile.
 
     Raises KeyboardInterrupt: the run was stopped.
     """

@@ -24,7 +24,7 @@ class CpuQuota:
         self.path = path
 
     def add(self, pid: int) -> None:
-        """Moves a process into the group, with all its threads."""
+        """Move a process into the group, with all its threads."""
         (self.path / "cgroup.procs").write_text(str(pid))
 
 
@@ -92,7 +92,7 @@ def _remove(group: Path) -> None:
 
 
 def remove_abandoned() -> None:
-    """Removes groups of benchmarks that were killed; those that still have processes stay."""
+    """Remove groups of benchmarks that were killed; those that still have processes stay."""
     for root in (V1, V2):
         for group in root.glob(f"{PREFIX}-*"):
             if not Path(f"/proc/{group.name.split('-')[2]}").exists():

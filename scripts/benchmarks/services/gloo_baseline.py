@@ -53,7 +53,7 @@ def _receive(pool: KVPool, port: int) -> None:
 
 
 def sender(pool: KVPool, store: Any) -> Callable[[int], float]:
-    """Returns a function that sends that many pages and returns the seconds until they have arrived."""
+    """Return a function that sends that many pages and returns the seconds until they have arrived."""
     group, memory, answer = _join(store, 0), _bytes_of(pool), torch.zeros(1, dtype=torch.uint8)
 
     def run(count: int) -> float:

@@ -168,7 +168,7 @@ class Overload:
         return task
 
     async def _ask(self) -> float:
-        """Sends one request and reads its answer; returns its Retry-After, or 0."""
+        """Send one request and read its answer; return its Retry-After, or 0."""
         begun_at = time.monotonic()
         body = json.dumps(
             {
@@ -186,9 +186,9 @@ class Overload:
         return float(headers.get(b"retry-after", 0))
 
     async def _exchange(self, body: bytes) -> tuple[int, dict[bytes, bytes]]:
-        """Sends a request over a connection that is open already, if there is one, and reads the whole answer.
+        """Send a request over a connection that is open already, if there is one, and read the whole answer.
 
-        Returns its status and its headers; 0 and none if the service closed the connection.
+        Return its status and its headers; 0 and none if the service closed the connection.
         """
         reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
         try:

@@ -72,7 +72,7 @@ def sweep(rates: list[str], seconds: float, folder: Path | None) -> list[tuple[s
 
 
 def replay(trace: str, rate: str, seconds: float, folder: Path | None) -> list[str]:
-    """Replay the trace, scaled to the small model, on one prefill and one decode node; returns lines about it."""
+    """Replay the trace, scaled to the small model, on one prefill and one decode node; return lines about it."""
     print("trace", flush=True)
     config = LoadtestConfig(
         endpoint="generate", trace=trace, rate=rate, duration=f"{seconds:g}", length_scale=0.04, max_input_len=3000,

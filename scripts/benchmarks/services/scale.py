@@ -160,7 +160,7 @@ class Nodes:
             raise BatonError("a process of nodes has ended; its error is above") from None
 
     async def until_held(self, count: int) -> None:
-        """Waits until decode nodes hold ``count`` requests."""
+        """Wait until decode nodes hold ``count`` requests."""
         await _until(f"{count} requests on decode nodes", lambda all: sum(one.num_held for one in all) == count, self)
 
     async def until_registered(self, num_nodes: int) -> None:
@@ -208,7 +208,7 @@ class Streams:
             self._ended.set()
 
     async def end(self) -> None:
-        """Waits for the ends of all streams, and closes the connections."""
+        """Wait for the ends of all streams, and close the connections."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), WAIT_S)
         if self.failures:
@@ -250,7 +250,7 @@ class RunningGateway:
 
 @contextlib.asynccontextmanager
 async def running_gateway(max_queued: int, share: int) -> AsyncIterator[RunningGateway]:
-    """Runs a gateway as a process.
+    """Run a gateway as a process.
 
     Args:
         share: percent of a core that it gets at most; 0: all that it needs.
@@ -290,7 +290,7 @@ class Table:
         print(f"{name:64} {value:12,.1f} {unit}", flush=True)
 
     def add_difference(self, name: str, value: float, unit: str) -> None:
-        """Adds a difference of two measurements, which may be less than their noise, as that of few requests is.
+        """Add a difference of two measurements, which may be less than their noise, as that of few requests is.
 
         One that is not greater than zero is printed, and is no figure.
         """
@@ -306,7 +306,7 @@ def _prompts(options: argparse.Namespace, drawn: random.Random) -> list[list[int
 async def measure_held(
     gateways: Sequence[RunningGateway], nodes: Nodes, options: argparse.Namespace, table: Table, idle: float
 ) -> None:
-    """Fills the nodes with requests, looks at the gateways meanwhile, and ends the requests.
+    """Fill the nodes with requests, look at the gateways meanwhile, and end the requests.
 
     Args:
         idle: processor seconds per second without requests, which do not count.

@@ -170,7 +170,7 @@ class AttachedTransport:
         assert child.ask("chosen", name=news[0].transport)
 
     def send(self, count: int) -> tuple[float, float]:
-        """Send ``count`` pages; returns seconds and CPU seconds of both processes until the last is confirmed."""
+        """Send ``count`` pages; return seconds and CPU seconds of both processes until the last is confirmed."""
         theirs = self.child.ask("allow", count=count)
         ours, begun_at = time.process_time(), time.perf_counter()
         open_tickets = 0
@@ -263,7 +263,7 @@ def bare_nixl(subject: AttachedTransport) -> Callable[[int], float]:
 
 
 def measure(arguments: argparse.Namespace, layout: str, transport: str, counts: Sequence[int]) -> dict[str, float]:
-    """Print a line for each transfer size; returns their figures."""
+    """Print a line for each transfer size; return their figures."""
     pool, target = (KVPool(LAYOUTS[layout], counts[-1], arguments.device) for _ in range(2))
     _touch(pool)
     _touch(target)

@@ -155,7 +155,7 @@ def measure(load: Load, rule: Rule) -> Figures:
 
 
 def compare(name: str, rules: Mapping[str, Rule], loads: Sequence[Load]) -> dict[str, float]:
-    """Prints one load under every rule; returns the means of whole requests."""
+    """Print one load under every rule; return the means of whole requests."""
     means: dict[str, list[float]] = {}
     for title, rule in rules.items():
         found = [measure(load, rule) for load in loads]

@@ -66,7 +66,7 @@ class Tree:
         self.allocator.free(pages[: self.cache.insert(key, pages).first_adopted], Owner.REQUEST)
 
     def add_chain(self, key: TokenKey, num_nodes: int) -> list[int]:
-        """Insert the first ``num_nodes`` sixteenths of ``key`` one by one, as chunks are; returns their pages."""
+        """Insert the first ``num_nodes`` sixteenths of ``key`` one by one, as chunks are; return their pages."""
         size = len(key) // CHAIN_NODES
         pages: list[int] = []
         for end in range(size, num_nodes * size + 1, size):

@@ -71,7 +71,7 @@ class BestRound:
 
 
 def measure(name: str, words: Sequence[str], num_rounds: int, *, is_stepwise: bool = False) -> BestRound:
-    """Run one load ``num_rounds`` times; returns the best round."""
+    """Run one load ``num_rounds`` times; return the best round."""
     found = []
     for _ in range(num_rounds):
         config = parse(SimulateConfig, words, command="simulate")

@@ -76,7 +76,7 @@ class Fault(ABC):
 
     @abstractmethod
     async def inject(self, site: Site, node: Node) -> str:
-        """Inject the fault; returns what was done, in a few words."""
+        """Inject the fault; return what was done, in a few words."""
 
     async def undo(self, site: Site, node: Node) -> None:  # noqa: B027 (most faults end by themselves)
         """End the fault. Called once after ``inject``, also if that has failed."""

@@ -44,7 +44,7 @@ SCALES = {"context_token_s": 1e3, "prompt_token_s": 1e3, "prompt_pair_s": 1e6}
 
 
 def calibrate_command(config: SimulateConfig) -> int:
-    """Measure, fit, write the profile to ``--json``; returns the exit status."""
+    """Measure, fit, write the profile to ``--json``; return the exit status."""
     assert config.calibrate is not None and config.json is not None
 
     def tell(words: str) -> None:

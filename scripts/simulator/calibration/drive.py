@@ -223,7 +223,7 @@ class Driver:
         return self._send(designed_rows(short, BATCH_OUTPUT), concurrency=batch, seconds=seconds)
 
     def _send_beside(self, batch: int, seconds: float) -> tuple[list[StreamedRequest], list[StreamedRequest]]:
-        """Send ``batch`` outputs that last about ``seconds``, and prompts meanwhile; returns both.
+        """Send ``batch`` outputs that last about ``seconds``, and prompts meanwhile; return both.
 
         Raises TooFewSamples: how long a step takes is not known.
         """

@@ -13,7 +13,7 @@ from scripts.simulator.report import write_report
 
 
 def experiment_command(config: SimulateConfig) -> int:
-    """Run, print, and write ``--json``; returns the exit status."""
+    """Run, print, and write ``--json``; return the exit status."""
     assert config.experiment is not None
     experiment = EXPERIMENTS[config.experiment]
     if config.trace is not None and not experiment.takes_trace:

@@ -53,7 +53,7 @@ class PlanProgress:
 
 
 def plan_command(config: SimulateConfig) -> int:
-    """Search, print and write; returns the exit status: 1 if nothing holds the objectives, or a file is not written."""
+    """Search, print and write; return the exit status: 1 if nothing holds the objectives, or a file is not written."""
     result, verdicts = make_service_plan(config)
 
     def page() -> str:

@@ -114,7 +114,7 @@ class Wire:
                 held_up.add(page.pair)
 
     def arrive(self, number: int) -> int:
-        """Deliver one page or apply its fault; returns the bytes moved."""
+        """Deliver one page or apply its fault; return the bytes moved."""
         page = self._pages[number]
         kind, page.fault = page.fault, None
         if kind == "restart":
@@ -152,7 +152,7 @@ class Wire:
         return any(page.writer is writer and page.peer == peer for page in self._pages.values())
 
     def drop(self, writer: "InProcessWriter", peer: str) -> list[int]:
-        """Drop all pages in flight to this peer; returns the tickets of their writes."""
+        """Drop all pages in flight to this peer; return the tickets of their writes."""
         found = [n for n, page in self._pages.items() if page.writer is writer and page.peer == peer]
         return list(dict.fromkeys(self._pages.pop(number).ticket for number in found))
 
@@ -203,7 +203,7 @@ class InProcessWriter(WriterTransport):
         return ticket
 
     def put(self, peer: str, source: int, target: int, slices: SlicePair | None = None) -> int:
-        """Copy one page or a slice of it now; returns the bytes copied."""
+        """Copy one page or a slice of it now; return the bytes copied."""
         reader = self._readers[peer]
         num_bytes = reader.store.layout.page_bytes
         with memoryview(reader.store.memory) as memory, memory[target * num_bytes : (target + 1) * num_bytes] as into:

@@ -426,7 +426,7 @@ class Node:
             self._await_step_end()
 
     def _apply_repetitions(self) -> bool:
-        """Apply the repetitions of a step so far; returns whether there may have been more."""
+        """Apply the repetitions of a step so far; return whether there may have been more."""
         steps, self._repeated = self._repeated, None
         if steps is None:
             return False

@@ -90,7 +90,7 @@ class RepeatedSteps:
         self._num_outputs = [len(request.output) for request in rows]
 
     def end(self, events: EventQueue) -> int:
-        """End the repetitions; returns how many there were."""
+        """End the repetitions; return how many there were."""
         if self.is_deferred:
             self.num_done = self.schedule.num_past(events)
             events.num_events += 2 * self.num_done  # the ends of steps, and the arrivals of their tokens

@@ -51,7 +51,7 @@ if not find_spec("triton"):
 
 
 def with_programs(num_programs: int) -> Build:
-    """Builds a backend that splits keys until so many programs run, with small tiles."""
+    """Build a backend that splits keys until so many programs run, with small tiles."""
     from common.engine.attention.triton_backend import TritonAttention
 
     small = Tile(16, 64, 4, 1)

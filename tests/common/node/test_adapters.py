@@ -50,7 +50,7 @@ class Node:
         self.number = 0
 
     def ask(self, message: LoadAdapter | UnloadAdapter) -> str:
-        """Returns the error of the answer; empty if it was done."""
+        """Return the error of the answer; empty if it was done."""
         self.woken.clear()
         self.adapters.begin(LINK, message)
         while not (answers := self.take()):
@@ -62,7 +62,7 @@ class Node:
         return answer.error
 
     def take(self, in_use: tuple[str, ...] = (), gateways: tuple[str, ...] = ()) -> list[tuple[object, Adapters]]:
-        """Returns the answers, without what is told to all gateways."""
+        """Return the answers, without what is told to all gateways."""
         return [one for one in self.adapters.take(in_use, gateways) if one[0] is not None]
 
     def load(self, name: str, path: str) -> str:

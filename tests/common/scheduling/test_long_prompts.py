@@ -202,7 +202,7 @@ def any_node(*, is_local: bool, **options: Any) -> PrefillNode | LocalPrompts:
 
 
 def play(at: PrefillNode | LocalPrompts, prompts: Sequence[tuple[int, int]]) -> list[list[tuple[str, int]]]:
-    """Submit each prompt before the step of its number, and run to the end; returns the chunks of all steps."""
+    """Submit each prompt before the step of its number, and run to the end; return the chunks of all steps."""
     steps = []
     for number in itertools.count():
         for index, (arrival, length) in enumerate(prompts):

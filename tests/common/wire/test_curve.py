@@ -58,7 +58,7 @@ def dial(context: Context, address: str, keys: CurveKeys = NODE, incarnation: st
 
 
 def until(what: Callable[[], T], *others: Mailbox) -> T:
-    """Calls ``what`` until it returns something true; the other mailboxes do their part meanwhile."""
+    """Call ``what`` until it returns something true; the other mailboxes do their part meanwhile."""
     ends = time.monotonic() + 120
     while not (found := what()):
         for other in others:

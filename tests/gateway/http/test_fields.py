@@ -235,7 +235,7 @@ async def test_extra_keys_that_clients_send_unasked_are_accepted(stack):
 
 
 def with_tops(stack, text, tops):
-    """Makes the nodes answer with this text, and with these (id, log-probability) alternatives at each token."""
+    """Make the nodes answer with this text, and with these (id, log-probability) alternatives at each token."""
     ids = ids_of(text)
     prefill, decode = stack.nodes
 

@@ -543,7 +543,7 @@ async def test_a_stop_closes_idle_connections_and_lets_answers_end(monkeypatch):
 
 
 async def _noop():
-    """Stands for ``stop`` after the server has stopped."""
+    """Stand for ``stop`` after the server has stopped."""
 
 
 async def test_a_stop_ends_connections_that_do_not_end_by_themselves(monkeypatch):

@@ -60,7 +60,7 @@ def text_of(folder):
 
 
 def answers(stack, folder, text):
-    """Makes the nodes answer with this text, one token in each message, and the end token."""
+    """Make the nodes answer with this text, one token in each message, and the end token."""
     prefill, decode = stack.nodes
     ids = tuple(text_of(folder).encode(text + EOS, add_special_tokens=False))
     prefill.on_generate = lambda node, generate: node.tokens(generate.rid, 0, ids[:1])

@@ -400,7 +400,7 @@ async def test_a_stream_that_its_client_does_not_read_is_paused_until_it_reads(f
 
 
 async def read_what_has_come(reader):
-    """Returns the number of bytes; waits briefly, as there may be no more bytes until another token is sent."""
+    """Return the number of bytes; wait briefly, as there may be no more bytes until another token is sent."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.1):
             return len(await reader.read(1 << 12))

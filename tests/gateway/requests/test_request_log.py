@@ -15,7 +15,7 @@ NAME = "gateway.requests.request_log"
 
 @pytest.fixture
 def lines(caplog):
-    """Returns the fields of the request lines so far."""
+    """Return the fields of the request lines so far."""
     caplog.set_level(logging.INFO, logger=NAME)
     return lambda: [getattr(record, FIELDS) for record in caplog.records if record.name == NAME]
 

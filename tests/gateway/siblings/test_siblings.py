@@ -29,7 +29,7 @@ HOME_KEYS = [next(f"k{n}" for n in range(99) if GatewayGroup("", 0, 2).home("key
 
 @pytest.fixture(autouse=True)
 def _is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets no gateway take another one for lost because the machine is busy."""
+    """Let no gateway take another one for lost because the machine is busy."""
     monkeypatch.setattr(forwarding, "RECEIPT_S", 60.0)
     monkeypatch.setattr(forwarding, "ANSWER_TIMEOUT_S", 60.0)
 

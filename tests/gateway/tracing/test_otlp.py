@@ -25,7 +25,7 @@ SERVER_KIND = 2
 
 @pytest.fixture(autouse=True)
 def _is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a stop wait for the last export, however busy the machine is."""
+    """Let a stop wait for the last export, however busy the machine is."""
     monkeypatch.setattr(otlp, "STOP_S", 60.0)
 
 

@@ -60,7 +60,7 @@ class Nodes:
             )  # fmt: skip
 
     def run(self, seconds: float, *, tick_s: float = 1.0, before: Callable[[], None] = lambda: None) -> None:
-        """Lets time pass; every decision is carried out at once."""
+        """Let time pass; every decision is carried out at once."""
         until = self.now + seconds
         while self.now < until:
             self.now += tick_s

@@ -47,7 +47,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fail() -> Iterator[Callable[[str], None]]:
-    """Has the driver of this process fail at one call; at none after the test."""
+    """Have the driver of this process fail at one call; at none after the test."""
     told = ctypes.CDLL(driver.LIBRARY).fake_cuda_fail
     yield lambda name: told(name.encode())
     told(b"")

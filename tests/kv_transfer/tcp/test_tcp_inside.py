@@ -60,7 +60,7 @@ def test_a_page_that_arrives_after_its_permission_was_revoked_is_discarded(
 
 
 def send_half(raw_peer: RawTcpPeer, store: MemfdStore) -> bytes:
-    """Sends half of page 2, and returns the rest of its frame once that has arrived."""
+    """Send half of page 2, and return the rest of its frame once that has arrived."""
     frame = raw_peer.frame(2, 7)
     half = PAGE_FRAME_BYTES + SIZE // 2
     raw_peer.connection.sendall(frame[:half])

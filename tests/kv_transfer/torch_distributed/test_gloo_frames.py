@@ -91,7 +91,7 @@ class Relay:
             self.outer.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> bool:
-        """Close everything once the outcome is known. Returns whether a group has formed."""
+        """Close everything once the outcome is known. Return whether a group has formed."""
         self._threads[0].join(60)
         assert not self._threads[0].is_alive()
         for connection in (self.authenticated.connection, self.outer, self.inner):
@@ -138,7 +138,7 @@ def as_reader(writer: End, connect: Connect) -> AuthenticatedConnection:
 
 
 def join_soon(writer: End, reader: End) -> int:
-    """Form a group; returns its epoch.
+    """Form a group; return its epoch.
 
     Gloo dials the port of a group that did not form a few times more. By then another group's end may listen there,
     which does not form either; so nodes try again, and one more attempt may be needed here.

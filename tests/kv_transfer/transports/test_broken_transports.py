@@ -11,7 +11,7 @@ def broken() -> BrokenTransports:
 
 
 def break_after(broken: BrokenTransports, seconds: float, now: float) -> float:
-    """Attaches ``fast`` and lets it break; returns the instant."""
+    """Attach ``fast`` and let it break; return the instant."""
     broken.attached("peer", "fast", now)
     broken.broke("peer", now + seconds)
     return now + seconds

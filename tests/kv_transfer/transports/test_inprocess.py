@@ -30,11 +30,11 @@ class Ends:
         return Connect("decode-0", "model", epoch, LayoutMessage.of(LAYOUT), 4, "inprocess", endpoint)
 
     def write(self, *pages: int) -> int:
-        """Write each page to the page of the same number; returns the ticket."""
+        """Write each page to the page of the same number; return the ticket."""
         return self.writer.write(DECODE, [(page, page) for page in pages])
 
     def tick(self) -> list[int]:
-        """Advance the wire by one tick; returns the first byte of each page of the reader."""
+        """Advance the wire by one tick; return the first byte of each page of the reader."""
         self.wire.tick()
         return [self.target.read(page)[0] for page in range(4)]
 

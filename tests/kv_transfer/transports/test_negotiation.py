@@ -160,7 +160,7 @@ class Pair:
         self.epoch = 0
 
     def attach(self, *, resumes: bool, works: str = "abc") -> Attached:
-        """Offers the pool again; the transports in ``works`` attach. Returns how it ended."""
+        """Offer the pool again; the transports in ``works`` attach. Return how it ended."""
         self.writer.detach(DECODE)
         self.epoch += 1
         offer = msgspec.structs.replace(connect(self.reader, self.epoch), resumes=resumes)
@@ -173,7 +173,7 @@ class Pair:
                 return news[0]
 
     def carry_a_page(self) -> None:
-        """Writes a page by whichever transport is attached, to its end."""
+        """Write a page by whichever transport is attached, to its end."""
         self.begin_page()
         self.end_page()
 

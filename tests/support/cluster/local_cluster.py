@@ -573,7 +573,7 @@ def prompt_of(length: int, first: int = 7) -> tuple[int, ...]:
 
 
 def lose_gateway(role: PrefillRole | DecodeRole, now: float) -> None:
-    """Does what the event loop of a node does when the gateway of all its requests is lost."""
+    """Do what the event loop of a node does when the gateway of all its requests is lost."""
     for rid, attempt in list(role.requests()):
         role.on_gateway(Abort(rid, attempt), now)
 

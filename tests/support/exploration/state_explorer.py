@@ -19,17 +19,17 @@ Action = tuple[Any, ...]
 
 class World(Protocol):
     def freeze(self) -> bytes:
-        """Returns the pickled world."""
+        """Return the pickled world."""
         ...
 
     def actions(self) -> Iterable[Action]:
-        """Returns the possible actions; none in a final state."""
+        """Return the possible actions; none in a final state."""
         ...
 
     def do(self, action: Action) -> None: ...
 
     def states(self) -> Iterable[bytes]:
-        """Returns what determines all further behaviour, in each way of naming the things that behave alike."""
+        """Return what determines all further behaviour, in each way of naming the things that behave alike."""
         ...
 
     def check(self) -> None:

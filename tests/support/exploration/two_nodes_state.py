@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def _by_fields(cls: type[Any]) -> "Callable[[Any], tuple[type[Any], tuple[Any, ...]]]":
-    """Pickles a dataclass as a call with all of its fields, as a dataclass with slots does slowly."""
+    """Pickle a dataclass as a call with all of its fields, as a dataclass with slots does slowly."""
     values = attrgetter(*(one.name for one in fields(cls)))
     return lambda one: (cls, values(one))
 

@@ -81,7 +81,7 @@ NODE_TIMEOUT_S = 600.0
 
 
 def make_tokenizer() -> Tokenizer:
-    """Returns a byte-level BPE tokenizer of about 320 ids, the last few of them special."""
+    """Return a byte-level BPE tokenizer of about 320 ids, the last few of them special."""
     tokenizer = Tokenizer(models.BPE())
     pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -101,7 +101,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_model_folder(folder: Path) -> Path:
-    """Writes the files of a checkpoint that the gateway reads."""
+    """Write the files of a checkpoint that the gateway reads."""
     make_tokenizer().save(str(folder / "tokenizer.json"))
     config = {
         "chat_template": TEMPLATE,
@@ -114,7 +114,7 @@ def make_model_folder(folder: Path) -> Path:
 
 
 def make_register(role: str, name: str, **changes: Any) -> Register:
-    """Returns the registration of a node of the tiny model."""
+    """Return the registration of a node of the tiny model."""
     fields: dict[str, Any] = {
         "role": role,
         "name": name,
@@ -199,7 +199,7 @@ class FakeNode:
         self.send(Failed(rid, self.attempt(rid), code, message))
 
     def attempt(self, rid: str) -> int:
-        """Returns the attempt number of a request that any node of the stack has received; 0 if none has."""
+        """Return the attempt number of a request that any node of the stack has received; 0 if none has."""
         return self.generates[rid].attempt if rid in self.generates else self._attempts.get(rid, 0)
 
     def leave(self) -> None:
@@ -209,14 +209,14 @@ class FakeNode:
         self.send(Heartbeat(0, len(self.generates), 10, 5, 0, counters))
 
     async def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
-        """Waits until a condition on the received messages holds."""
+        """Wait until a condition on the received messages holds."""
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
     async def round_trip(self) -> None:
-        """Waits until the gateway has received all messages of this node and
+        """Wait until the gateway has received all messages of this node and
         the node has received all messages sent to it by then.
 
         The gateway answers tokens of a request that it does not know, and a connection keeps its order.
@@ -234,7 +234,7 @@ class FakeNode:
         return self
 
     async def only_rid(self) -> str:
-        """Waits for the only request of this node; returns its id."""
+        """Wait for the only request of this node; return its id."""
         await self.until(lambda: self.generates)
         (rid,) = self.generates
         return rid
@@ -317,7 +317,7 @@ class FakeNode:
         self.register = msgspec.structs.replace(self.register, unloaded=unloaded)
 
     def set_adapters(self, *adapters: Adapter) -> None:
-        """Changes the adapters, and tells the gateway."""
+        """Change the adapters, and tell the gateway."""
         self.register = msgspec.structs.replace(self.register, adapters=adapters)
         self.send(self._adapters())
 
@@ -337,12 +337,12 @@ class FakeNode:
 
 
 def adapter(name: str, content: str, **fields: Any) -> Adapter:
-    """Returns an adapter whose digest follows from ``content``."""
+    """Return an adapter whose digest follows from ``content``."""
     return Adapter(name, hashlib.md5(content.encode()).hexdigest(), **fields)
 
 
 def echo(node: FakeNode, generate: Generate) -> None:
-    """Repeats the tokens of the prompt up to ``max_new_tokens``, after those of earlier attempts."""
+    """Repeat the tokens of the prompt up to ``max_new_tokens``, after those of earlier attempts."""
     prompt, limit = generate.prompt, generate.sampling.max_new_tokens
     output = tuple(prompt[i % len(prompt)] for i in range(limit))
     with_logprobs = generate.sampling.logprobs is not None
@@ -373,7 +373,7 @@ def echo(node: FakeNode, generate: Generate) -> None:
 
 
 def prompt_logprobs_of(generate: Generate) -> tuple[TokenLogprobs, ...]:
-    """Returns -i as the log-probability of the prompt token at position i, with the next ids as alternatives."""
+    """Return -i as the log-probability of the prompt token at position i, with the next ids as alternatives."""
     first, count = generate.sampling.prompt_logprobs_from, generate.sampling.logprobs or 0
     if first is None:
         return ()
@@ -385,7 +385,7 @@ def prompt_logprobs_of(generate: Generate) -> tuple[TokenLogprobs, ...]:
 
 
 def silent(node: FakeNode, generate: Generate) -> None:
-    """Sends nothing; the test sends messages itself."""
+    """Send nothing; the test sends messages itself."""
 
 
 class Stack:
@@ -402,11 +402,11 @@ class Stack:
         return self.gateway.http_address
 
     async def node(self, role: str, name: str = "", **changes: Any) -> FakeNode:
-        """Adds a registered node."""
+        """Add a registered node."""
         return await self.joining(role, name, **changes).registered()
 
     def joining(self, role: str, name: str = "", **changes: Any) -> FakeNode:
-        """Adds a node that has not registered yet."""
+        """Add a node that has not registered yet."""
         self.nodes.append(FakeNode(self.gateway.control_address, role, name, attempts=self._attempts, **changes))
         return self.nodes[-1]
 
@@ -420,12 +420,12 @@ class Stack:
         return prefill, decode
 
     def silence(self) -> None:
-        """Makes all nodes send nothing."""
+        """Make all nodes send nothing."""
         for node in self.nodes:
             node.on_generate = silent
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        """Returns status and JSON of a response."""
+        """Return status and JSON of a response."""
         data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         headers = {"Content-Type": "application/json", **headers}
         async with self.client.post(self.url + path, data=data, headers=headers) as answer:
@@ -437,7 +437,7 @@ class Stack:
             return answer.status, await (answer.json() if is_json else answer.text())
 
     async def stream(self, path: str, body: Any) -> list[Any]:
-        """Returns the events of a stream: decoded JSON, or the text ``[DONE]``."""
+        """Return the events of a stream: decoded JSON, or the text ``[DONE]``."""
         async with self.client.post(self.url + path, json={**body, "stream": True}) as answer:
             assert answer.status == 200, await answer.text()
             assert answer.content_type == "text/event-stream"
@@ -445,7 +445,7 @@ class Stack:
 
 
 async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-    """Yields server-sent events as they arrive."""
+    """Yield server-sent events as they arrive."""
     async for line in answer.content:
         if line.startswith(b"data: "):
             data = line[6:].strip()
@@ -456,7 +456,7 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 async def running(
     folder: Path, *, options: dict[str, Any] | None = None, fields: dict[str, Any] | None = None, **config: Any
 ) -> AsyncIterator[Stack]:
-    """Starts a gateway with the tiny model; ``fields`` are those of its ``ServedModel`` that differ."""
+    """Start a gateway with the tiny model; ``fields`` are those of its ``ServedModel`` that differ."""
     values: dict[str, Any] = {"port": 0, "control_port": 0, "served_model_name": MODEL, "model": str(folder)}
     values |= {"node_timeout": NODE_TIMEOUT_S, **config}
     resolved = GatewayConfig(**values)
@@ -478,7 +478,7 @@ BODY = {"prompt": "a", "max_tokens": 9}
 
 
 async def start_request(stack, body=BODY, path="/v1/completions"):
-    """Sends a request and waits until both nodes have received it; returns its response task and its id."""
+    """Send a request and wait until both nodes have received it; return its response task and its id."""
     prefill, decode = stack.nodes[:2]
     known = set(prefill.generates)
     call = asyncio.ensure_future(stack.client.post(stack.url + path, json=body))

@@ -7,7 +7,7 @@ from gateway.http.access.api_keys import HASHED, digest_of
 
 
 def write_key_file(path: Path, **keys: dict[str, Any]) -> str:
-    """Writes a file with the fields of each key; returns its name."""
+    """Write a file with the fields of each key; return its name."""
     path.touch(0o600)
     lines = []
     for key, fields in keys.items():

@@ -47,7 +47,7 @@ class Collector:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def until(self, condition: Callable[[Sequence[ReceivedSpan]], Any]) -> list[ReceivedSpan]:
-        """Wait until the spans meet a condition; returns all of them."""
+        """Wait until the spans meet a condition; return all of them."""
         async with asyncio.timeout(60):
             while not condition(self.spans):
                 self._changed.clear()

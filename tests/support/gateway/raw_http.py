@@ -62,7 +62,7 @@ async def say_path(app, scope, receive, send):
 
 
 async def echo_body(app, scope, receive, send):
-    """Sends the body back, or the error that reading it raises."""
+    """Send the body back, or the error that reading it raises."""
     body, more = b"", True
     try:
         while more:

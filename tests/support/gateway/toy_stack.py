@@ -31,7 +31,7 @@ async def toy_stack(folder: Path, formats: ModelFormats = TOY_FORMATS, **config:
 
 
 def answers(stack: Stack, text: str, finish: str = "stop") -> None:
-    """Makes the nodes answer with this text, up to ``max_new_tokens``, one token in each message; token i has the
+    """Make the nodes answer with this text, up to ``max_new_tokens``, one token in each message; token i has the
     log-probability -i.
     """
     prefill, decode = stack.nodes

@@ -185,7 +185,7 @@ class RankNodes:
             assert (arrived[..., : self.sizes[key], :] == prompt[:, :, self.target.heads(rank)]).all(), f"rank {rank}"
 
     def assert_balanced(self) -> None:
-        """Waits until every page of both nodes is free."""
+        """Wait until every page of both nodes is free."""
         self.until(lambda: self.allocator.num_free == self.source_allocator.num_free == NUM_PAGES)
 
     def close(self) -> None:

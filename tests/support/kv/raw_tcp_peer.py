@@ -47,7 +47,7 @@ class RawTcpPeer:
         self.connection.sendall(HELLO.pack(magic, index, count, token, b"n" * 32))
 
     def handshake(self, connect: Connect, *, key: bytes = KEY, index: int = 0) -> bytes:
-        """Makes the whole handshake; returns the last frame, empty if the reader closed the connection."""
+        """Make the whole handshake; return the last frame, empty if the reader closed the connection."""
         _, _, token, count = connect.endpoint.split(":")
         self.hello(bytes.fromhex(token), index, int(count), self.reader.magic)
         nonce, _ = WELCOME.unpack(self.receive(WELCOME.size))
@@ -58,13 +58,13 @@ class RawTcpPeer:
         return self.receive(32)
 
     def turn(self) -> None:
-        """Gives the reader time to receive it."""
+        """Give the reader time to receive it."""
         for _ in range(5):
             self.reader.poll(0.0)
             time.sleep(0.002)
 
     def receive(self, size: int) -> bytes:
-        """Receives so many bytes while the reader has its turns; fewer if the reader closes the connection."""
+        """Receive so many bytes while the reader has its turns; fewer if the reader closes the connection."""
         data = b""
         try:
             while len(data) < size and until(self._has_answer) and (more := self.connection.recv(size - len(data))):
@@ -93,7 +93,7 @@ class RawTcpPeer:
         return header + self.terms.seal(KEY, b"pages").mac(header)
 
     def frame(self, page: int, value: int, *, size: int = SIZE, **words: Any) -> bytes:
-        """Returns a header, the bytes of a page or slice, and the MAC of both."""
+        """Return a header, the bytes of a page or slice, and the MAC of both."""
         assert self.terms is not None
         header, data = self.header(page, size=size, **words), bytes([value]) * size
         body = self.terms.seal(KEY, b"pages").body(header)
@@ -109,7 +109,7 @@ class RawTcpPeer:
         self.page(page, value, size=page_slice.num_bytes(LAYOUT), page_slice=page_slice)
 
     def answer(self) -> tuple[int, int] | None:
-        """Returns (is placed, page) of the next acknowledgement; None if the reader closed the connection."""
+        """Return (is placed, page) of the next acknowledgement; None if the reader closed the connection."""
         frame = self.receive(DONE_FRAME_BYTES)
         if not frame:
             return None

@@ -40,7 +40,7 @@ class End:
         return self.answer()
 
     def signal(self, number: signal.Signals) -> None:
-        """Returns when a SIGSTOP has reached every thread: the first to hear of it may have to wait for a core."""
+        """Return when a SIGSTOP has reached every thread: the first to hear of it may have to wait for a core."""
         self.process.send_signal(number)
         if number == signal.SIGSTOP:
             until(lambda: all(state == "T" for state in _states(self.pid)))
@@ -72,7 +72,7 @@ def join(writer: End, reader: End, transport: str, epoch: int = 1) -> None:
 
 
 def try_to_join(writer: End, reader: End, epoch: int) -> Any:
-    """Attach the writer to the reader. Returns what the writer says of it."""
+    """Attach the writer to the reader. Return what the writer says of it."""
     connect = reader.ask("offer", peer=PREFILL, epoch=epoch)
     assert writer.ask("attach", peer=DECODE, connect=connect) == ""
     return until(lambda: writer.ask("news"))

@@ -38,10 +38,10 @@ class FedConnection:
         self.lost.append(exchange)
 
     def receive(self, data: bytes) -> None:
-        """Delivers bytes from the server."""
+        """Deliver bytes from the server."""
         if not self.transport.is_aborted:
             self.connection.data_received(data)
 
     def hang_up(self) -> None:
-        """Closes the connection from the side of the server."""
+        """Close the connection from the side of the server."""
         self.connection.connection_lost(None)

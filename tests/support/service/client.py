@@ -51,25 +51,25 @@ class Exchange:
         return "" if self.error is None else str(self.error["code"])
 
     async def has(self, num_tokens: int, timeout_s: float = 180.0) -> None:
-        """Waits until ``num_tokens`` tokens have arrived."""
+        """Wait until ``num_tokens`` tokens have arrived."""
         await until(lambda: len(self.arrivals) >= num_tokens or bool(self.ended_at), timeout_s, "no tokens arrived")
         assert len(self.arrivals) >= num_tokens, f"ended with {self.status} {self.error}"
 
     async def end(self, timeout_s: float = 300.0) -> "Exchange":
-        """Waits until the response has ended."""
+        """Wait until the response has ended."""
         assert self.work is not None
         await asyncio.wait_for(self.work, timeout_s)
         return self
 
     async def goes_on(self, num_tokens: int = 50) -> None:
-        """Waits until this many more tokens have arrived, or the last one, and closes the connection."""
+        """Wait until this many more tokens have arrived, or the last one, and close the connection."""
         goal = len(self.arrivals) + num_tokens
         await until(lambda: len(self.arrivals) >= goal or bool(self.ended_at), 180.0, "no tokens arrived")
         assert (self.status, self.error, self.is_broken) == (200, None, False)
         await self.leave()
 
     async def leave(self) -> None:
-        """Closes the connection before the response has ended."""
+        """Close the connection before the response has ended."""
         assert self.work is not None
         self.work.cancel()
         await asyncio.gather(self.work, return_exceptions=True)
@@ -84,19 +84,19 @@ class Client:
         self._exchanges: list[Exchange] = []
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
-        """Returns status and decoded JSON."""
+        """Return status and decoded JSON."""
         async with self.session.post(path, json=body) as answer:
             return answer.status, await answer.json()
 
     async def generate(self, prompt: Sequence[int] | str, max_new: int = 8, **options: Any) -> dict[str, Any]:
-        """Returns the response of ``/generate``; greedy and without stopping at EOS, unless ``options`` override it."""
+        """Return the response of ``/generate``; greedy and without stopping at EOS, unless ``options`` override it."""
         status, answer = await self.post("/generate", body_of(prompt, max_new, **options))
         assert status == 200, answer
         assert isinstance(answer, dict)
         return answer
 
     def begin(self, prompt: Sequence[int] | str, max_new: int = 8, **options: Any) -> Exchange:
-        """Starts a streamed ``/generate``."""
+        """Start a streamed ``/generate``."""
         exchange = Exchange(time.monotonic())
         body = {**body_of(prompt, max_new, **options), "stream": True}
         exchange.work = asyncio.create_task(self._follow(exchange, body))
@@ -104,11 +104,11 @@ class Client:
         return exchange
 
     def forget(self, exchange: Exchange) -> None:
-        """Drops a finished exchange, so that a long test does not keep all of them."""
+        """Drop a finished exchange, so that a long test does not keep all of them."""
         self._exchanges.remove(exchange)
 
     async def leave_all(self) -> None:
-        """Closes all requests in flight."""
+        """Close all requests in flight."""
         await asyncio.gather(*(exchange.leave() for exchange in self._exchanges))
 
     async def _follow(self, exchange: Exchange, body: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class Client:
             return {worker["name"]: worker for worker in (await answer.json())["workers"]}
 
     async def fresh(self, timeout_s: float = 120.0) -> dict[str, dict[str, Any]]:
-        """Returns the rows of ``/v1/workers`` once every running node has sent a heartbeat after this call."""
+        """Return the rows of ``/v1/workers`` once every running node has sent a heartbeat after this call."""
         began = time.monotonic()
         rows: dict[str, dict[str, Any]] = {}
         while True:
@@ -154,11 +154,11 @@ class Client:
         return {name: row["heartbeat"] for name, row in (await self.fresh()).items()}
 
     async def counters(self) -> dict[str, dict[str, float]]:
-        """Returns the counters of every node since its start."""
+        """Return the counters of every node since its start."""
         return {name: heartbeat["counters"] for name, heartbeat in (await self.heartbeats()).items()}
 
     async def settled(self, timeout_s: float = 25.0) -> dict[str, dict[str, float]]:
-        """Waits until every page, slot and count is released; returns the counters of the nodes.
+        """Wait until every page, slot and count is released; return the counters of the nodes.
 
         Args:
             timeout_s: how long nothing more may be released. It is shorter than every lease of a transfer (30 s at
@@ -182,7 +182,7 @@ class Client:
 
 
 def body_of(prompt: Sequence[int] | str, max_new: int, **options: Any) -> dict[str, Any]:
-    """Returns a body for ``/generate``; options that are not fields of the request become sampling parameters."""
+    """Return a body for ``/generate``; options that are not fields of the request become sampling parameters."""
     outer = {"rid", "return_logprob", "top_logprobs_num", "deadline_ms", "cache_salt", "priority", "model"}
     sampling = {"temperature": 0, "max_new_tokens": max_new, "ignore_eos": True}
     sampling |= {name: value for name, value in options.items() if name not in outer}
@@ -193,7 +193,7 @@ def body_of(prompt: Sequence[int] | str, max_new: int, **options: Any) -> dict[s
 
 
 def _take(exchange: Exchange, event: bytes) -> bool:
-    """Records a server-sent event; True if it is the last."""
+    """Record a server-sent event; True if it is the last."""
     if event.startswith(b":"):  # a comment, as on a stream that is silent while nodes are replaced
         return False
     assert event.startswith(b"data: "), event
@@ -211,7 +211,7 @@ def _take(exchange: Exchange, event: bytes) -> bool:
 
 
 def _held(row: dict[str, Any]) -> str:
-    """Describes what a node still holds; empty if nothing."""
+    """Describe what a node still holds; empty if nothing."""
     heartbeat = row["heartbeat"]
     missing = row["register"]["num_pages"] - heartbeat["num_free_pages"] - heartbeat["num_cached_pages"]
     found = {
@@ -225,7 +225,7 @@ def _held(row: dict[str, Any]) -> str:
 
 
 async def until(is_so: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Polls a condition every 2 ms until it holds; fails with ``what`` after ``timeout_s``."""
+    """Poll a condition every 2 ms until it holds; fail with ``what`` after ``timeout_s``."""
     ends = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < ends, what
@@ -233,6 +233,6 @@ async def until(is_so: Callable[[], bool], timeout_s: float, what: str) -> None:
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
-    """Returns random token ids; prompts of different seeds share no prefix."""
+    """Return random token ids; prompts of different seeds share no prefix."""
     drawn = random.Random(seed)
     return [drawn.randrange(4, 1000) for _ in range(length)]

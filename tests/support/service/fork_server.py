@@ -57,7 +57,7 @@ class ForkServer:
             )
 
     def start(self, *argv: str, **environment: str) -> "TransportProcess":
-        """Forks a process that runs ``transport_process`` and returns it with pipes for its commands and replies."""
+        """Fork a process that runs ``transport_process`` and return it with pipes for its commands and replies."""
         (their_in, our_in), (our_out, their_out) = os.pipe(), os.pipe()
         pid = self._request({"argv": argv, "environment": environment}, [their_in, their_out])
         os.close(their_in)
@@ -73,7 +73,7 @@ class ForkServer:
         *,
         imports: Sequence[str] = (),
     ) -> "ForkedProcess":
-        """Forks a process that does the same as ``python -m MODULE`` with these arguments and this environment.
+        """Fork a process that does the same as ``python -m MODULE`` with these arguments and this environment.
 
         Args:
             imports: modules that the fork server imports first.
@@ -84,7 +84,7 @@ class ForkServer:
             return ForkedProcess(self, self._request(order, files))
 
     def status(self, pid: int) -> int:
-        """Returns the exit status of an ended process, as ``subprocess`` does; only once for each process."""
+        """Return the exit status of an ended process, as ``subprocess`` does; only once for each process."""
         return self._request({"ended": pid}, [])
 
     def _request(self, order: dict[str, Any], descriptors: list[int]) -> int:
@@ -152,7 +152,7 @@ class TransportProcess(ForkedProcess):
 
 
 def main() -> None:
-    """Runs the fork server."""
+    """Run the fork server."""
     os.environ["NIXL_LOG_LEVEL"] = "WARN"
     import support.kv.transport_process as transport_process
 
@@ -185,7 +185,7 @@ def main() -> None:
 
 
 def _load_nixl() -> None:
-    """Loads NIXL and UCX, which takes half a second, and makes no thread, context or descriptor of theirs."""
+    """Load NIXL and UCX, which takes half a second, and make no thread, context or descriptor of theirs."""
     import nixl
 
     agent = nixl.nixl_agent("fork server", nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
@@ -221,7 +221,7 @@ def _run_module(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
 
 
 def _adopt_descriptors(descriptors: list[int]) -> None:
-    """Installs the standard files; the kernel kills the process when the fork server ends."""
+    """Install the standard files; the kernel kills the process when the fork server ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)

@@ -26,7 +26,7 @@ _PORTS = range(10_000, 20_000)
 
 
 def free_port() -> int:
-    """Returns an unused port that neither an outgoing connection nor ``serve`` takes, never the same one twice.
+    """Return an unused port that neither an outgoing connection nor ``serve`` takes, never the same one twice.
 
     Each worker of pytest-xdist draws from ports of its own, since a port is taken some time after it was drawn.
     """
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Returns this process's environment without ``BATON_*`` variables and with one compute thread."""
+    """Return this process's environment without ``BATON_*`` variables and with one compute thread."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     return {**environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
@@ -54,7 +54,7 @@ def _die_with_parent() -> None:
 def spawn(
     argv: Sequence[str], log: Path, variables: dict[str, str] | None = None, **options: Any
 ) -> "subprocess.Popen[bytes]":
-    """Starts a process that appends its output to ``log`` and never outlives this process."""
+    """Start a process that appends its output to ``log`` and never outlives this process."""
     with log.open("ab") as output:
         return subprocess.Popen(
             argv, cwd=ROOT, env=environment() | (variables or {}), stdin=subprocess.DEVNULL, stdout=output,
@@ -63,7 +63,7 @@ def spawn(
 
 
 def flags(options: dict[str, Any]) -> list[str]:
-    """Returns ``{"page_size": 4}`` as ``--page-size=4``, and True as a flag without a value."""
+    """Return ``{"page_size": 4}`` as ``--page-size=4``, and True as a flag without a value."""
     return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
 
 
@@ -72,7 +72,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the process ids of all descendants; processes and threads that end meanwhile have none."""
+    """Return the process ids of all descendants; processes and threads that end meanwhile have none."""
     found = []
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())

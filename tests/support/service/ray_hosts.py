@@ -87,7 +87,7 @@ class RayHosts:
         is_head: bool = False,
         more: Sequence[str] = (),
     ) -> None:
-        """Start a raylet; returns once it runs. Ray believes what it is told of GPUs.
+        """Start a raylet; return once it runs. Ray believes what it is told of GPUs.
 
         Args:
             more: words of ``ray start`` that come last, and so take precedence.
@@ -126,7 +126,7 @@ class RayHosts:
         raise AssertionError(f"Ray did not start {MAX_STARTS} times on {name}:\n{said}\n{self.logs()}")
 
     def _is_started(self, name: str, log: Path) -> bool:
-        """Waits for a raylet; false if its processes ended or it takes too long."""
+        """Wait for a raylet; false if its processes ended or it takes too long."""
         ends = time.monotonic() + START_TIMEOUT_S
         while "Ray runtime started" not in log.read_text():
             if self._processes[name].poll() is not None or time.monotonic() > ends:

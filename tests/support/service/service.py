@@ -129,7 +129,7 @@ class Service:
             connection.close()
 
     def kill(self, *names: str) -> float:
-        """Send SIGKILL; returns the instant, by ``time.monotonic``, at which the last process had ended."""
+        """Send SIGKILL; return the instant, by ``time.monotonic``, at which the last process had ended."""
         for name in names:
             self.processes[name].kill()
         for name in names:

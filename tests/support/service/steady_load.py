@@ -56,7 +56,7 @@ class Load:
             thread.join()
 
     def until_more(self, count: int = 5) -> None:
-        """Returns once so many more requests have ended."""
+        """Return once so many more requests have ended."""
         goal = self.num_ended + count
         until(lambda: self.num_ended >= goal or bool(self.failures), f"{count} more requests", lambda: "")
         assert not self.failures, self.failures

@@ -13,7 +13,7 @@ LAST_S = 0.03
 
 
 def split_frames(data: bytearray, number: int) -> list[bytes]:
-    """Removes whole ZMTP frames from the beginning of ``data``: parts of the greeting, then frames with their length.
+    """Remove whole ZMTP frames from the beginning of ``data``: parts of the greeting, then frames with their length.
 
     Args:
         number: how many were removed before.
@@ -107,7 +107,7 @@ class HostileProxy:
                         num_frames[source] += 1
 
     def _pass_on(self, frame: bytes, number: int, target: socket.socket, *, to_server: bool) -> bool:
-        """Returns whether the attack has just been carried out."""
+        """Return whether the attack has just been carried out."""
         attack = self.attack
         if attack is None or attack.to_server != to_server or number < attack.first:
             target.sendall(frame)

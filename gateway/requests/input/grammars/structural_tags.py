@@ -88,7 +88,7 @@ class _Rules:
         return name
 
     def _format(self, given: Any, param: str, *, is_last: bool, tags: str = "tags") -> str:
-        """Add the rules of a format; returns the name of its rule.
+        """Add the rules of a format; return the name of its rule.
 
         Args:
             is_last: whether nothing follows it in the output; a text of any kind cannot end otherwise.

@@ -88,7 +88,7 @@ class ScriptedNode:
         self._beat()
 
     def send(self, *messages: Message) -> None:
-        """Sends messages together with all others that are due now, as a node does after a step."""
+        """Send messages together with all others that are due now, as a node does after a step."""
         self._due += messages
         self._drain_soon()
 
@@ -171,7 +171,7 @@ class ScriptedPair:
         self._prefill.send(Tokens(generate.rid, generate.attempt, 0, generate.prompt[:1], finish=finish))
 
     def _on_decode(self, generate: Generate) -> None:
-        """Sends the second of two tokens; streams get theirs as they advance."""
+        """Send the second of two tokens; streams get theirs as they advance."""
         if self._is_streaming:
             return
         if self._has_spans:

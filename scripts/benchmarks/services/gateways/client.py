@@ -20,11 +20,11 @@ class Upstream(Protocol):
     """What stands behind a gateway and answers for a model."""
 
     def stream(self, is_streaming: bool) -> None:
-        """Answers requests with streams from now on, or else whole."""
+        """Answer requests with streams from now on, or else whole."""
         ...
 
     async def begun(self) -> Advance:
-        """Waits for the stream that the latest request begins; it sends nothing by itself."""
+        """Wait for the stream that the latest request begins; it sends nothing by itself."""
         ...
 
 

@@ -133,7 +133,7 @@ class SimulatedNode:
                 self._send(link, beat)
 
     def tell_other_loads(self) -> None:
-        """Tells each of several gateways what the others have here, as soon as it has changed."""
+        """Tell each of several gateways what the others have here, as soon as it has changed."""
         self.is_load_due = False
         for link in self.links if len(self.links) > 1 else ():
             others = [generate for other, generate in self.held.values() if other is not link]
@@ -143,7 +143,7 @@ class SimulatedNode:
                 self._send(link, load)
 
     def release(self, key: tuple[str, int]) -> None:
-        """Ends a held request."""
+        """End a held request."""
         found = self.held.pop(key, None)
         self._load_changed()
         if found is not None:

@@ -58,7 +58,7 @@ class MockWorker:
         self._streams: asyncio.Queue[WorkerProtocol] = asyncio.Queue()
 
     async def start(self) -> str:
-        """Listen on a free port; returns the URL."""
+        """Listen on a free port; return the URL."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: WorkerProtocol(self, self._streams), "127.0.0.1", 0)
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"

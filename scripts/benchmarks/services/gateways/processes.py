@@ -20,7 +20,7 @@ class StartError(BatonError):
 
 
 def split_cores() -> set[int]:
-    """Leave the first core to the gateways and keep the others, if any, for this process; returns the former."""
+    """Leave the first core to the gateways and keep the others, if any, for this process; return the former."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         return set(cores)

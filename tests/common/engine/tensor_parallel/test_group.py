@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def run_ranks(*ranks: Callable[[RankGroup], None]) -> None:
-    """Runs a function for each rank in its own thread, and raises what rank 0 raises."""
+    """Run a function for each rank in its own thread, and raise what rank 0 raises."""
     store = HashStore()
 
     def run(rank: int) -> None:

@@ -90,8 +90,8 @@ def node():
     engine = EngineThread(executor)
     endpoint = ControlEndpoint(context, "n" * 32, listen_mailbox(context, "n" * 32, "127.0.0.1", 0, keys=None))
     loop = EventLoop(
-        role, engine, register=lambda: None, gateways=FixedGateways(("127.0.0.1:1",)), orphan_timeout_s=1.0, max_running=1,
-        endpoint=endpoint, clock=clock, adapters=NodeAdapters(executor, NodeConfig(), engine.notify),
+        role, engine, register=lambda: None, gateways=FixedGateways(("127.0.0.1:1",)), orphan_timeout_s=1.0,
+        max_running=1, endpoint=endpoint, clock=clock, adapters=NodeAdapters(executor, NodeConfig(), engine.notify),
     )  # fmt: skip
     thread = threading.Thread(target=loop.run)
     thread.start()

@@ -48,7 +48,7 @@ def exchange(address, data):
 
 
 def send_slowly(client):
-    """Sends a request line without an end."""
+    """Send a request line without an end."""
     ends = time.monotonic() + 60
     while time.monotonic() < ends:
         client.send(b"G")

@@ -178,7 +178,7 @@ def test_ranks_read_adapters_while_steps_go_on_and_name_the_one_that_cannot(tmp_
 
 
 def open_for_reader(pipe: Path) -> int:
-    """Waits until a process reads the pipe, and opens it for writing."""
+    """Wait until a process reads the pipe, and open it for writing."""
     ends = time.monotonic() + 120
     while True:
         try:

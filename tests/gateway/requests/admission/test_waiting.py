@@ -26,7 +26,7 @@ async def full(folder, *, lookahead=0, nodes=None, **config):
 
 
 async def sent(stack, rid, **fields):
-    """Sends a request and returns once it is in the gateway; the result is its pending answer."""
+    """Send a request and return once it is in the gateway; the result is its pending answer."""
     _, info = await stack.get("/server_info")
     headers = {"x-baton-tenant": fields.pop("tenant")} if "tenant" in fields else {}
     post = stack.client.post(stack.url + "/generate", json=body_of(rid, **fields), headers=headers)
@@ -47,7 +47,7 @@ def body_of(rid, max_new=2, **fields):
 
 
 def finish(stack, rid="first"):
-    """Makes the nodes end a request that at least one of them has received."""
+    """Make the nodes end a request that at least one of them has received."""
     pair = stack.nodes[:2]
     generate = next(node.generates[rid] for node in pair if rid in node.generates)
     for node in pair:
@@ -69,7 +69,7 @@ def order_at(node):
 
 
 async def let_all_go(stack, *calls):
-    """Makes the nodes answer by themselves."""
+    """Make the nodes answer by themselves."""
     for node in stack.nodes:
         node.on_generate = echo
     finish(stack)
@@ -251,7 +251,7 @@ async def test_a_request_at_the_nodes_without_a_token_can_be_evicted(folder):
 
 
 def urgent(stack, rid, **fields):
-    """Sends a request that evicts another; returns once the other has ended."""
+    """Send a request that evicts another; return once the other has ended."""
     return asyncio.ensure_future(stack.client.post(stack.url + "/generate", json=body_of(rid, **fields)))
 
 
@@ -259,7 +259,7 @@ def urgent(stack, rid, **fields):
 
 
 async def until_gone(stack, node):
-    """Waits until the gateway has noticed that a node is gone; before, it refuses another one of the same name."""
+    """Wait until the gateway has noticed that a node is gone; before, it refuses another one of the same name."""
     async with asyncio.timeout(60):
         while node.register.name in {row["name"] for row in (await stack.get("/v1/workers"))[1]["workers"]}:
             await asyncio.sleep(0.005)

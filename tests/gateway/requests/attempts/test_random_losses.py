@@ -88,7 +88,7 @@ class RandomHistory:
             self.cluster.say(node, message, self.next_index[key] - 1)
 
     def finish(self):
-        """Starts what is missing and lets everything end."""
+        """Start what is missing and let everything end."""
         cluster = self.cluster
         for node in list(cluster.work):
             if cluster.pool.registry.workers[node].is_draining:

@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def num_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Returns the number of files hashed since its last call."""
+    """Return the number of files hashed since its last call."""
     reads: list[int] = []
     real = hashlib.file_digest
 
