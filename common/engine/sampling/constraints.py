@@ -8,6 +8,7 @@ logits is left for the time in between. Ids that the tokenizer does not know, su
 never allowed by a grammar.
 """
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,12 +22,17 @@ from torch import Tensor
 from common.engine.device_copies import current_device, to_device
 from common.engine.sampling.grammar import check
 from common.engine.sampling.reasoning import Phase, ReasoningState
-from common.errors import RequestError
+from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
+#: Processor time that a grammar may take to consume a token or to find a mask; an ordinary one takes less than a tenth.
+#: The whole step waits for it, so an output ends when its grammar has taken ``MAX_EXCESS_S`` more than that in all.
+ORDINARY_S, MAX_EXCESS_S = 0.01, 0.5
+#: A step whose masks take longer makes that many further steps find them one by one, so that each is measured.
+SLOW_MASKS_S, NUM_MEASURED_STEPS = 0.05, 100
 #: One bit per token id, little endian; set bits are allowed.
 Bits = NDArray[np.int32]
 
@@ -44,6 +50,7 @@ class OutputConstraint:
         self._reasoning = None if params.thinking is None else ReasoningState(params.thinking)
         self._matcher: LLMatcher | None = None
         self._unread: list[int] = []  # tokens of the answer that the matcher has not consumed
+        self._excess_s = 0.0
         for token in output:
             self.append(token)
 
@@ -83,15 +90,29 @@ class OutputConstraint:
         return None if self._reasoning is None else self._reasoning.start_id
 
     def matcher(self) -> "LLMatcher":
-        """Return the grammar's state after all tokens. Raises ``RequestError`` if the tokens do not follow it."""
+        """Return the grammar's state after all tokens. Raises ``RequestError`` as ``check`` does."""
         if self._matcher is None:
             assert self._grammar is not None
             self._matcher = self._grammar.deep_copy()
         for token in self._unread:
+            self.check()
+            started_at = time.thread_time()
             self._matcher.consume_token(token)  # unlike ``consume_tokens`` it takes end tokens after the end
+            self.charge(time.thread_time() - started_at)
         self._unread.clear()
-        check(self._matcher)
+        self.check()
         return self._matcher
+
+    def charge(self, spent_s: float) -> None:
+        """Count the processor time that the grammar has taken to consume a token or to find a mask."""
+        self._excess_s += max(0.0, spent_s - ORDINARY_S)
+
+    def check(self) -> None:
+        """Raise a ``RequestError`` if the tokens do not follow the grammar, or it has taken too long or too much."""
+        assert self._matcher is not None
+        check(self._matcher)
+        if self._excess_s > MAX_EXCESS_S:
+            raise RequestError(ErrorCode.INVALID_REQUEST, "the grammar takes too long to follow; simplify it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +175,7 @@ class TokenMasks:
         self._thread.submit(int)  # start it now: later, the process may have no further thread
         self._num_threads = num_threads
         self._executor: LLExecutor | None = None  # until there is a grammar
+        self._num_measured_steps = 0  # yet to come
         is_set = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.bool_)
         self._bias_of_byte = np.where(is_set, np.float32(0), np.float32(-np.inf))  # [256, 8]
         self._biases = np.empty((0, 4 * len(self._known), 8), np.float32)  # kept, since new memory is slow at first
@@ -180,27 +202,48 @@ class TokenMasks:
             except RequestError as error:
                 failures[row.index] = error.message
         if by_grammar:
-            self._fill(by_grammar, bits)
-        for matcher, place in by_grammar:
+            for (_, place), spent_s in zip(by_grammar, self._fill(by_grammar, bits), strict=True):
+                rows[place].constraint.charge(spent_s)
+        for _, place in by_grammar:
             try:
-                check(matcher)  # one that has exceeded a limit allows the end tokens
+                rows[place].constraint.check()  # a grammar that has exceeded a limit allows the end tokens
             except RequestError as error:
                 failures[rows[place].index] = error.message
             self._complete(bits[place], rows[place])
         return StepMasks(tuple(row.index for row in rows), self._to_biases(bits), failures)
 
-    def _fill(self, matchers: "list[tuple[LLMatcher, int]]", bits: Bits) -> None:
-        """Write the tokens that each grammar allows to its row of the bits."""
-        from llguidance import LLExecutor
+    def _fill(self, matchers: "list[tuple[LLMatcher, int]]", bits: Bits) -> list[float]:
+        """Write the tokens that each grammar allows to its row of the bits.
+
+        Returns:
+            The processor time of each; 0.0 if several threads have found the masks, which do not tell it.
+        """
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+
+        started_at = time.perf_counter()
+        spent_s = [0.0] * len(matchers)
+        is_measured = self._num_measured_steps > 0 or len(matchers) == 1
+        self._num_measured_steps = max(0, self._num_measured_steps - 1)
+        executor = None if is_measured else self._threads()
+        if executor is not None:
+            fill_next_token_bitmask_par(executor, matchers, bits)
+        else:
+            for index, (matcher, place) in enumerate(matchers):
+                begun_at = time.thread_time()
+                fill_next_token_bitmask(matcher, bits, place)
+                spent_s[index] = time.thread_time() - begun_at
+        if time.perf_counter() - started_at > SLOW_MASKS_S:
+            self._num_measured_steps = NUM_MEASURED_STEPS
+        return spent_s
+
+    def _threads(self) -> "LLExecutor | None":
+        from llguidance import LLExecutor
 
         try:
             self._executor = self._executor or LLExecutor(self._num_threads)
         except ValueError:  # the process may have no further thread
-            for matcher, place in matchers:
-                fill_next_token_bitmask(matcher, bits, place)
-        else:
-            fill_next_token_bitmask_par(self._executor, matchers, bits)
+            return None
+        return self._executor
 
     def _complete(self, allowed: Bits, row: MaskedRow) -> None:
         """Block unknown and late ids, and allow the token that begins the reasoning, in place."""

@@ -402,6 +402,62 @@ def test_a_grammar_is_not_forgotten_while_it_is_compiled(monkeypatch: pytest.Mon
         compiler.close()
 
 
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+CONSTRAINTS = "common.engine.sampling.constraints"
+
+
+def test_an_output_whose_grammar_takes_too_long_ends_alone(compiler: GrammarCompiler) -> None:
+    compiled = compiler.compile(LIST).result()
+    params = SamplingParams(grammar=LIST)
+    slow, other = OutputConstraint(params, compiled, ()), OutputConstraint(params, compiled, ())
+    masks = TokenMasks(compiler.known_ids, vocab_size=VOCAB_SIZE, device=torch.device("cpu"), num_threads=1)
+    expected = masks.begin([MaskedRow(0, slow), MaskedRow(1, other)]).result().biases[1].clone()
+    slow.charge(1.0)
+    found = masks.begin([MaskedRow(0, slow), MaskedRow(1, other)]).result()
+    assert found.failures == {0: "the grammar takes too long to follow; simplify it"}
+    assert torch.equal(found.biases[1], expected)
+    masks.close()
+
+
+def test_an_ordinary_output_may_be_of_any_length(compiler: GrammarCompiler) -> None:
+    constraint = OutputConstraint(SamplingParams(grammar=LIST), compiler.compile(LIST).result(), ())
+    for _ in range(100_000):
+        constraint.charge(0.01)
+    assert constraint.matcher()
+
+
+def test_tokens_after_the_one_that_takes_too_long_are_not_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{CONSTRAINTS}.ORDINARY_S", -1.0)  # each token takes a second longer than an ordinary one
+    matcher = Mock(is_error=Mock(return_value=False))
+    constraint = OutputConstraint(SamplingParams(grammar=LIST), Mock(deep_copy=lambda: matcher), [1, 2, 3])
+    for _ in range(2):
+        with pytest.raises(RequestError, match="takes too long"):
+            constraint.matcher()
+    matcher.consume_token.assert_called_once_with(1)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_masks_are_measured_one_by_one_after_a_step_whose_masks_took_long(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    monkeypatch.setattr(f"{CONSTRAINTS}.ORDINARY_S", 0.0)
+    monkeypatch.setattr(f"{CONSTRAINTS}.MAX_EXCESS_S", 0.0)
+    monkeypatch.setattr(f"{CONSTRAINTS}.SLOW_MASKS_S", 0.0 if is_slow else float("inf"))
+    monkeypatch.setattr(f"{CONSTRAINTS}.NUM_MEASURED_STEPS", 2)
+    params, compiled = SamplingParams(grammar=LIST), compiler.compile(LIST).result()
+    masks = TokenMasks(compiler.known_ids, vocab_size=VOCAB_SIZE, device=torch.device("cpu"), num_threads=1)
+
+    def num_failures() -> int:
+        rows = [MaskedRow(i, OutputConstraint(params, compiled, ())) for i in range(2)]
+        return len(masks.begin(rows).result().failures)
+
+    assert [num_failures() for _ in range(3)] == ([0, 2, 2] if is_slow else [0, 0, 0])
+    monkeypatch.setattr(f"{CONSTRAINTS}.SLOW_MASKS_S", float("inf"))
+    assert [num_failures() for _ in range(3)] == ([2, 2, 0] if is_slow else [0, 0, 0])
+    masks.close()
+
+
 # ---- reasoning -------------------------------------------------------------------------------------------------------
 
 
