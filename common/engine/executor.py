@@ -415,6 +415,8 @@ class TorchExecutor:
         asked = [index for index, row in enumerate(sampling_rows) if row.params.logprobs is not None]
         if masks is None:
             return SampledTensors(tokens, logprobs, asked)
+        for index in masks.failures:
+            self._grammars.renew(sampling_rows[index].params.grammar)
         is_blocked = torch.isneginf(logits.gather(1, tokens[:, None]))[:, 0]
         return SampledTensors(tokens, logprobs, asked, is_blocked, masks.failures)
 

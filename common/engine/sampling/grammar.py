@@ -7,6 +7,7 @@ it must.
 llguidance is imported where a grammar needs it, since the engine also runs on machines without it.
 """
 
+import functools
 import json
 import threading
 from collections import OrderedDict
@@ -26,11 +27,14 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 #: Compiled grammars that a node keeps although no request has them, and the characters of their texts together: one of
-#: 90 KB can take 40 MB.
-MAX_UNUSED, MAX_UNUSED_CHARS = 256, 512 * 1024
-#: Bounds the work on a mask, for which the whole step waits: a tenth of a second of processor time. The
-#: library's own bound is five times as large, and a regular expression of 30 characters reaches it.
+#: 90 KB can take 40 MB, and its lexer grows with the outputs that follow it.
+MAX_UNUSED, MAX_UNUSED_CHARS = 64, 512 * 1024
+#: Bounds the work on the lexer while a grammar is compiled. The library's own bound is five times as large, and a
+#: regular expression of 30 characters reaches it. The lexer's work on each mask has a bound of its own.
 LEXER_FUEL = 200_000
+#: States of a grammar's lexer, which all copies of the grammar share: up to 0.5 KB each. A regular expression of 22
+#: characters has any number of them.
+MAX_LEXER_STATES = 50_000
 NUM_COMPILE_THREADS = 2
 
 
@@ -51,6 +55,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # the event loop asks, the engine's thread needs the result
         self._in_use: dict[str, Future[LLMatcher]] = {}
         self._unused: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._renewed: set[str] = set()  # those that are being compiled again
 
     @classmethod
     def refusing(cls, refusal: str) -> "GrammarCompiler":
@@ -83,9 +88,27 @@ class GrammarCompiler:
         """Note that no request has a grammar any more: it may be forgotten, and need not be compiled."""
         with self._lock:
             found = self._in_use.pop(grammar, None)
-            if found is not None and not found.cancel():
+            if found is not None and not found.cancel() and grammar not in self._renewed:
                 self._unused[grammar] = found
                 self._forget_oldest()
+
+    def renew(self, grammar: str) -> None:
+        """Forget a grammar that an output could not follow any more, and compile it again if requests have it.
+
+        All copies of a grammar share a lexer. Once it has exceeded a limit, every later request would fail too.
+        """
+        with self._lock:
+            self._unused.pop(grammar, None)
+            if grammar in self._in_use and grammar not in self._renewed:
+                self._renewed.add(grammar)
+                work = self._threads.submit(self._compile, grammar)
+                work.add_done_callback(functools.partial(self._replace, grammar))
+
+    def _replace(self, grammar: str, compiled: "Future[LLMatcher]") -> None:
+        with self._lock:
+            self._renewed.discard(grammar)
+            if grammar in self._in_use and not compiled.cancelled() and compiled.exception() is None:
+                self._in_use[grammar] = compiled
 
     def _forget_oldest(self) -> None:
         """Forget the grammars that were used longest ago, except those that are still compiled, if there are too many.
@@ -104,7 +127,7 @@ class GrammarCompiler:
             raise RequestError(ErrorCode.INVALID_REQUEST, self._refusal)
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
+        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         check(matcher)
         matcher.compute_bitmask()  # the first mask is the slowest; copies share what it has found out

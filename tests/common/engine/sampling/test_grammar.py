@@ -458,6 +458,35 @@ def test_masks_are_measured_one_by_one_after_a_step_whose_masks_took_long(
     masks.close()
 
 
+def test_a_grammar_whose_lexer_has_grown_too_large_fails_no_later_request(
+    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.engine.sampling.grammar.MAX_LEXER_STATES", 300)
+    text = "start: /[a-z ]*e[a-z ]{60}/"
+    executor.compile_grammar(text)  # for a request that stays on the node
+    for number in range(2):
+        driver = Driver(executor)
+        params = SamplingParams(temperature=1.0, seed=number, grammar=text)
+        request = driver.start(0, range(20), params)
+        before = executor._grammars.compiled(text)
+        while not driver.errors or not driver.errors[0]:
+            driver.step((request, 0))
+        assert "too many states" in driver.errors[0]
+        assert len(request.output) > 1
+        while executor._grammars.compiled(text) is before:
+            time.sleep(0.001)
+    executor.drop_grammar(text)
+
+
+def test_a_grammar_that_has_failed_and_has_no_request_is_forgotten(compiler: GrammarCompiler) -> None:
+    text = 'start: "forgotten"'
+    work = compiler.compile(text)
+    work.result()
+    compiler.drop(text)
+    compiler.renew(text)
+    assert compiler.compile(text) is not work
+
+
 # ---- reasoning -------------------------------------------------------------------------------------------------------
 
 
