@@ -90,7 +90,8 @@ def to_lark(wanted: StructuredOutput) -> str:
     if wanted.kind == "choice":
         if not value or not all(isinstance(choice, str) for choice in value):
             raise refuse("must be a list of texts that is not empty", param)
-        return _compiled("start: " + " | ".join(map(json.dumps, value)), param)
+        # A terminal becomes one regular expression. Nodes cannot follow a rule of 2,000 alternatives.
+        return _compiled("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, value)), param)
     if wanted.kind == "structural_tag":
         tag = _json_value(value, param)
         if not isinstance(tag, Mapping):

@@ -101,6 +101,12 @@ def test_each_choice_is_accepted_whatever_its_characters(tokenizer: LLTokenizer,
     assert all(accepts(tokenizer, "choice", choices, choice) for choice in choices)
 
 
+def test_ten_thousand_choices_can_be_followed(tokenizer: LLTokenizer) -> None:
+    choices = [f"choice {i}" for i in range(10_000)]
+    assert accepts(tokenizer, "choice", choices, "choice 9999")
+    assert not accepts(tokenizer, "choice", choices, "choice 10000")
+
+
 DEEP: dict[str, Any] = {}
 for _ in range(70):
     DEEP = {"items": DEEP}
