@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 #: Processor time that a grammar may take to consume a token or to find a mask; an ordinary one takes less than a tenth.
 #: The whole step waits for it, so an output ends when its grammar has taken ``MAX_EXCESS_S`` more than that in all.
 ORDINARY_S, MAX_EXCESS_S = 0.01, 0.5
-#: A step whose masks take longer makes that many further steps find them one by one, so that each is measured.
-SLOW_MASKS_S, NUM_MEASURED_STEPS = 0.05, 100
+#: A step that waits longer for its masks than this, and so much for each row, makes that many further steps find them
+#: one by one, so that each is measured.
+SLOW_MASKS_S, SLOW_MASK_S, NUM_MEASURED_STEPS = 0.05, 0.002, 100
 #: One bit per token id, little endian; set bits are allowed.
 Bits = NDArray[np.int32]
 
@@ -232,7 +233,7 @@ class TokenMasks:
                 begun_at = time.thread_time()
                 fill_next_token_bitmask(matcher, bits, place)
                 spent_s[index] = time.thread_time() - begun_at
-        if time.perf_counter() - started_at > SLOW_MASKS_S:
+        if time.perf_counter() - started_at > SLOW_MASKS_S + SLOW_MASK_S * len(matchers):
             self._num_measured_steps = NUM_MEASURED_STEPS
         return spent_s
 

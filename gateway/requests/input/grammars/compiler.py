@@ -36,6 +36,9 @@ from gateway.requests.input.grammars.structural_tags import (
 )
 from gateway.requests.input.structured_output import GrammarAnswer, StructuredOutput, check_depth, too_deep
 
+#: A node follows all readings of a text at once, and nothing in llguidance bounds them: the time of a token can grow
+#: with the cube of the size of a client's grammar, to two seconds for one of this size.
+MAX_RULES_BYTES = 24 << 10
 MAX_EBNF_RULES, MAX_EBNF_COMMENTS = 512, 4_096
 #: Address space of the process. Without a grammar it takes 0.6 GiB, mostly for one large stack.
 MAX_MEMORY_BYTES = 2 << 30
@@ -102,6 +105,7 @@ def to_lark(wanted: StructuredOutput) -> str:
     if wanted.kind == "regex":
         return _compiled(f"start: {regex_rule(value, param)}", param)
     if wanted.kind == "grammar":
+        check_size(value, MAX_RULES_BYTES, param)
         is_lark = _LARK.search(value) is not None
         return _compiled(value if is_lark else _ebnf(value, param), param, has_location=is_lark)
     return _compiled(value, param)

@@ -443,7 +443,7 @@ def test_masks_are_measured_one_by_one_after_a_step_whose_masks_took_long(
 ) -> None:
     monkeypatch.setattr(f"{CONSTRAINTS}.ORDINARY_S", 0.0)
     monkeypatch.setattr(f"{CONSTRAINTS}.MAX_EXCESS_S", 0.0)
-    monkeypatch.setattr(f"{CONSTRAINTS}.SLOW_MASKS_S", 0.0 if is_slow else float("inf"))
+    monkeypatch.setattr(f"{CONSTRAINTS}.SLOW_MASKS_S", -1.0 if is_slow else float("inf"))
     monkeypatch.setattr(f"{CONSTRAINTS}.NUM_MEASURED_STEPS", 2)
     params, compiled = SamplingParams(grammar=LIST), compiler.compile(LIST).result()
     masks = TokenMasks(compiler.known_ids, vocab_size=VOCAB_SIZE, device=torch.device("cpu"), num_threads=1)

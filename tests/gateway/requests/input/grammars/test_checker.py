@@ -211,7 +211,7 @@ async def test_a_grammar_that_has_waited_for_others_gets_429(
 async def test_grammars_whose_rules_lead_to_each_other_deeply_end_no_process(checker: GrammarChecker) -> None:
     rules = [f"r{i}: r{i + 1}" for i in range(15_000)]
     lark = "\n".join(["start: r0", *rules, 'r15000: "x"'])
-    assert await checker.check(StructuredOutput("field", "grammar", lark)) == lark
+    assert await checker.check(StructuredOutput("field", "lark", lark)) == lark
     references = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5_000)}
     schema = {"$ref": "#/$defs/d0", "$defs": {**references, "d5000": {"type": "string"}}}
     assert await checker.check(StructuredOutput("field", "json_schema", schema))
