@@ -100,7 +100,7 @@ async def test_both_names_of_the_output_length_work_everywhere(stack):
 
 async def test_structured_output_reaches_the_nodes_as_a_grammar(stack):
     await complete(stack, guided_choice=["yes", "no"])
-    assert sent(stack).sampling.grammar == 'start: "yes" | "no"'
+    assert sent(stack).sampling.grammar == 'start: CHOICE\nCHOICE: "yes" | "no"'
     params = [{"regex": "a+", "max_new_tokens": 1}, {"max_new_tokens": 1}]
     await stack.post("/generate", {"text": ["a", "b"], "sampling_params": params})
     grammars = [request.sampling.grammar for request in stack.nodes[0].generates.values()]
