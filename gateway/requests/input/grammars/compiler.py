@@ -39,15 +39,13 @@ from gateway.requests.input.structured_output import GrammarAnswer, StructuredOu
 #: A node follows all readings of a text at once, and nothing in llguidance bounds them: the time of a token can grow
 #: with the cube of the size of a client's grammar, to two seconds for one of this size.
 MAX_RULES_BYTES = 24 << 10
-MAX_EBNF_RULES, MAX_EBNF_COMMENTS = 512, 4_096
 #: Address space of the process. Without a grammar it takes 0.6 GiB, mostly for one large stack.
 MAX_MEMORY_BYTES = 2 << 30
 #: Processor time for which the parts of a refused schema are compiled to find the place of the error.
 PLACE_S = 1.0
 
 _LIMITS = LLParserLimits(verbose_errors=False)
-#: What a grammar in Lark has, and one in EBNF has not, in which rules are written with ``::=``. If the whitespace could
-#: reach across lines, the time of the search would grow with the square of the number of blank lines.
+#: What a grammar in Lark has, and one in EBNF has not, in which rules are written with ``::=``.
 _LARK = re.compile(r"(?m)^[ \t]*(?:%llguidance\b|\??start[ \t]*:(?!:))")
 #: Where llguidance found an error in a Lark text, and the lines that it quotes.
 _LOCATION = re.compile(r"^at \d+\(\d+\): ")
@@ -150,10 +148,6 @@ def _without_string_names(schema: Any) -> Any:
 
 def _ebnf(text: str, param: str) -> str:
     """Return Lark for a grammar in EBNF, as llama.cpp and xgrammar read it."""
-    if text.count("#") > MAX_EBNF_COMMENTS:  # the library's time grows with the square of their number
-        raise refuse(f"has more than {MAX_EBNF_COMMENTS:,} comments", param)
-    if text.count("::=") > MAX_EBNF_RULES:
-        raise refuse(f"has {text.count('::=')} rules, at most {MAX_EBNF_RULES} are allowed", param)
     try:
         return gbnf_to_lark(text)
     except RecursionError as error:
