@@ -9,6 +9,9 @@ STACK_BYTES = 512 << 20
 #: of a grammar that leads to another, up to 700 bytes of stack for each byte of text, and exceeding the stack ends the
 #: process.
 MAX_GRAMMAR_BYTES = 512 << 10
+#: Bounds llguidance's work on the lexer while it compiles a grammar; the work on each mask has a bound of its own. The
+#: library's default is five times as large, and a regular expression of 30 characters reaches it.
+LEXER_FUEL = 200_000
 
 
 def deep_threads(count: int) -> ThreadPoolExecutor:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: The whole step waits for it, so an output ends when its grammar has taken ``MAX_EXCESS_S`` more than that in all.
 ORDINARY_S, MAX_EXCESS_S = 0.01, 0.5
 #: A step that waits longer for its masks than this, and so much for each row, makes that many further steps find them
-#: one by one, so that each is measured.
+#: one by one, so that each is measured; so does a step in which one is not ordinary.
 SLOW_MASKS_S, SLOW_MASK_S, NUM_MEASURED_STEPS = 0.05, 0.002, 100
 #: One bit per token id, little endian; set bits are allowed.
 Bits = NDArray[np.int32]
@@ -233,7 +233,8 @@ class TokenMasks:
                 begun_at = time.thread_time()
                 fill_next_token_bitmask(matcher, bits, place)
                 spent_s[index] = time.thread_time() - begun_at
-        if time.perf_counter() - started_at > SLOW_MASKS_S + SLOW_MASK_S * len(matchers):
+        most_s = SLOW_MASKS_S + SLOW_MASK_S * len(matchers)
+        if max(spent_s) > ORDINARY_S or (executor is not None and time.perf_counter() - started_at > most_s):
             self._num_measured_steps = NUM_MEASURED_STEPS
         return spent_s
 

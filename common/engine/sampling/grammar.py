@@ -21,20 +21,14 @@ from numpy.typing import NDArray
 
 from common.errors import ErrorCode, RequestError
 from common.model_folder import TOKENIZER_FILE
-from common.system.deep_threads import deep_threads
+from common.system.deep_threads import LEXER_FUEL, deep_threads
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 #: Compiled grammars that a node keeps although no request has them, and the characters of their texts together: one of
-#: 90 KB can take 40 MB, and its lexer grows with the outputs that follow it.
-MAX_UNUSED, MAX_UNUSED_CHARS = 64, 512 * 1024
-#: Bounds the work on the lexer while a grammar is compiled. The library's own bound is five times as large, and a
-#: regular expression of 30 characters reaches it. The lexer's work on each mask has a bound of its own.
-LEXER_FUEL = 200_000
-#: States of a grammar's lexer, which all copies of the grammar share: up to 0.5 KB each. A regular expression of 22
-#: characters has any number of them.
-MAX_LEXER_STATES = 50_000
+#: 90 KB can take 40 MB, and a lexer grows with the outputs that follow it, to 115 MB.
+MAX_UNUSED, MAX_UNUSED_CHARS = 32, 512 * 1024
 NUM_COMPILE_THREADS = 2
 
 
@@ -99,10 +93,11 @@ class GrammarCompiler:
         """
         with self._lock:
             self._unused.pop(grammar, None)
-            if grammar in self._in_use and grammar not in self._renewed:
-                self._renewed.add(grammar)
-                work = self._threads.submit(self._compile, grammar)
-                work.add_done_callback(functools.partial(self._replace, grammar))
+            if grammar not in self._in_use or grammar in self._renewed:
+                return
+            self._renewed.add(grammar)
+            work = self._threads.submit(self._compile, grammar)
+        work.add_done_callback(functools.partial(self._replace, grammar))  # at once, if the work is done already
 
     def _replace(self, grammar: str, compiled: "Future[LLMatcher]") -> None:
         with self._lock:
@@ -127,7 +122,7 @@ class GrammarCompiler:
             raise RequestError(ErrorCode.INVALID_REQUEST, self._refusal)
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         check(matcher)
         matcher.compute_bitmask()  # the first mask is the slowest; copies share what it has found out

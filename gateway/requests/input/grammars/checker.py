@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import os
 import signal
@@ -43,9 +42,13 @@ class _Compiler:
         self._process: Process | None = None
 
     async def check(self, request: bytes, param: str) -> str | RequestError:
-        """Return the Lark text, or why there is none. Raises OSError if the process cannot be started."""
+        """Return the Lark text, or why there is none. Raises RequestError if the process does not answer."""
         if self._process is None or self._process.returncode is not None:
-            self._process = await _start()
+            try:
+                self._process = await _start()
+            except OSError as error:
+                message = f"{param}: no process can be started to compile it: {error.strerror}"
+                raise RequestError(ErrorCode.INTERNAL, message, param=param) from error
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -56,8 +59,8 @@ class _Compiler:
         if not line.endswith(b"\n"):
             status = await process.wait()
             if status in _ENDINGS:
-                return refuse(_ENDINGS[status], param)
-            return RequestError(ErrorCode.INTERNAL, f"{param}: its compiler {how_ended(status)}", param=param)
+                raise refuse(_ENDINGS[status], param)
+            raise RequestError(ErrorCode.INTERNAL, f"{param}: its compiler {how_ended(status)}", param=param)
         answer = msgspec.json.decode(line, type=GrammarAnswer)
         return answer.lark or RequestError(ErrorCode.INVALID_REQUEST, answer.problem, param=answer.param)
 
@@ -115,34 +118,27 @@ class GrammarChecker:
     def _begin(self, key: bytes, request: bytes, param: str) -> "asyncio.Task[str | RequestError]":
         if len(self._pending) >= MAX_PENDING:
             raise self._crowded(param)
-        check = self._checks[key] = asyncio.create_task(self._compiled(request, param))
+        check = self._checks[key] = asyncio.create_task(self._compiled(key, request, param))
         self._pending.add(check)
-        check.add_done_callback(functools.partial(self._end, key))
+        check.add_done_callback(self._pending.discard)
         if len(self._checks) > MAX_CHECKED:
             self._checks.popitem(last=False)
         return check
 
-    async def _compiled(self, request: bytes, param: str) -> str | RequestError:
+    async def _compiled(self, key: bytes, request: bytes, param: str) -> str | RequestError:
         try:
             compiler = await asyncio.wait_for(self._idle.get(), MAX_WAIT_S)
         except TimeoutError:
+            self._checks.pop(key, None)
             return self._crowded(param)
         try:
             return await compiler.check(request, param)
-        except OSError as error:
-            message = f"{param}: no process can be started to compile it: {error.strerror}"
-            return RequestError(ErrorCode.INTERNAL, message, param=param)
+        except RequestError as error:  # it is not kept: the machine may have stood still
+            self._checks.pop(key, None)
+            return error
         finally:
             self._idle.put_nowait(compiler)
 
     def _crowded(self, param: str) -> RequestError:
         message = f"{param}: {len(self._pending)} grammars are being compiled; try again"
         return RequestError(ErrorCode.QUEUE_FULL, message, param=param, retry_after_s=1.0)
-
-    def _end(self, key: bytes, check: "asyncio.Task[str | RequestError]") -> None:
-        self._pending.discard(check)
-        is_lasting = not check.cancelled() and not (
-            isinstance(found := check.result(), RequestError) and found.code is not ErrorCode.INVALID_REQUEST
-        )
-        if not is_lasting and self._checks.get(key) is check:
-            del self._checks[key]

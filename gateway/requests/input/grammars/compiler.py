@@ -25,7 +25,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.errors import RequestError
-from common.system.deep_threads import MAX_GRAMMAR_BYTES, deep_threads
+from common.system.deep_threads import LEXER_FUEL, MAX_GRAMMAR_BYTES, deep_threads
 from gateway.http.protocol.decoding import refuse
 from gateway.requests.input.grammars.schema_numbers import problem_with_numbers
 from gateway.requests.input.grammars.structural_tags import (
@@ -44,7 +44,7 @@ MAX_MEMORY_BYTES = 2 << 30
 #: Processor time for which the parts of a refused schema are compiled to find the place of the error.
 PLACE_S = 1.0
 
-_LIMITS = LLParserLimits(verbose_errors=False)
+_LIMITS = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
 #: What a grammar in Lark has, and one in EBNF has not, in which rules are written with ``::=``.
 _LARK = re.compile(r"(?m)^[ \t]*(?:%llguidance\b|\??start[ \t]*:(?!:))")
 #: Where llguidance found an error in a Lark text, and the lines that it quotes.

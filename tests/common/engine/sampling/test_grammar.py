@@ -1,5 +1,6 @@
 """Outputs follow grammars and reasoning budgets, whichever node samples them and however often they are taken over."""
 
+import functools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import llguidance
 import numpy as np
 import pytest
 import torch
@@ -454,14 +456,19 @@ def test_masks_are_measured_one_by_one_after_a_step_whose_masks_took_long(
 
     assert [num_failures() for _ in range(3)] == ([0, 2, 2] if is_slow else [0, 0, 0])
     monkeypatch.setattr(f"{CONSTRAINTS}.SLOW_MASKS_S", float("inf"))
-    assert [num_failures() for _ in range(3)] == ([2, 2, 0] if is_slow else [0, 0, 0])
+    assert [num_failures() for _ in range(3)] == ([2, 2, 2] if is_slow else [0, 0, 0]), "no mask is ordinary"
+    monkeypatch.setattr(f"{CONSTRAINTS}.ORDINARY_S", float("inf"))
+    assert [num_failures() for _ in range(3)] == [0, 0, 0]
+    monkeypatch.setattr(f"{CONSTRAINTS}.ORDINARY_S", 0.0)
+    assert num_failures() == 0, "ordinary masks are measured one by one for longer than two steps"
     masks.close()
 
 
 def test_a_grammar_whose_lexer_has_grown_too_large_fails_no_later_request(
     executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.engine.sampling.grammar.MAX_LEXER_STATES", 300)
+    limits = functools.partial(llguidance.LLParserLimits, max_lexer_states=300)
+    monkeypatch.setattr("llguidance.LLParserLimits", limits)
     text = "start: /[a-z ]*e[a-z ]{60}/"
     executor.compile_grammar(text)  # for a request that stays on the node
     for number in range(2):
@@ -476,6 +483,19 @@ def test_a_grammar_whose_lexer_has_grown_too_large_fails_no_later_request(
         while executor._grammars.compiled(text) is before:
             time.sleep(0.001)
     executor.drop_grammar(text)
+
+
+def test_a_grammar_may_be_compiled_again_before_it_is_asked_for(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'start: "again"'
+    work = compiler.compile(text)
+    work.result()
+    again: Future[llguidance.LLMatcher] = Future()
+    again.set_result(work.result().deep_copy())
+    monkeypatch.setattr(compiler._threads, "submit", lambda act, grammar: again)
+    compiler.renew(text)
+    assert compiler.compiled(text) is again.result()
 
 
 def test_a_grammar_that_has_failed_and_has_no_request_is_forgotten(compiler: GrammarCompiler) -> None:

@@ -124,7 +124,7 @@ async def test_the_event_loop_goes_on_while_a_large_schema_compiles(checker: Gra
     assert len(await check) > 10_000
 
 
-async def test_a_grammar_that_takes_too_long_ends_its_process_and_is_remembered(
+async def test_a_grammar_that_takes_too_long_ends_its_process(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checker_module, "COMPILE_TIMEOUT_S", 0.5)
