@@ -80,8 +80,8 @@ class LongPrompts:
         """Whether a waiting request may begin beside those of these long prompts that have begun.
 
         No request may while a long one that does not come after it computes its next tokens, unless it does not use
-        the cache. A long one may
-        begin only beside fewer than ``max_begun`` long ones in progress; less urgent ones do not count.
+        the cache. A long one may begin only beside fewer than ``max_begun`` long ones in progress; less urgent ones do
+        not count.
         """
         uses_cache = self._kv_window is None or self._kv_window.is_cached(request.num_tokens)
         if uses_cache and any(
