@@ -56,7 +56,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130
     process.stdout.close()
-    assert len(children) == 6
+    assert len(children) >= 7  # six processes of the service, and those in which the gateway compiles grammars
     until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children))
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".log")] == []
 
