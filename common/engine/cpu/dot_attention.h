@@ -63,7 +63,7 @@ INLINE vf score_eight(const char *one, const char *other, const char *keys, cons
 #pragma GCC unroll 4
         for (long i = 0; i < dim; i += 2 * LANES) {
             const __m512i key = pairs_at(keys, at[t] + i, dtype);
-            if (next && i * item % 64 == 0) __builtin_prefetch(next + (next_at[t] + i) * item, 0, 3);
+            if (next && i * item % 64 == 0) __builtin_prefetch(next + (next_at[t] + i) * item, 0, 2);
             sums[t] = add_dots(sums[t], pairs_at(one, i, BF16), key, dtype);
             sums[t + 8] = add_dots(sums[t + 8], pairs_at(other, i, BF16), key, dtype);
         }
@@ -92,8 +92,8 @@ INLINE void add_pairs(float *sums, const uint32_t *weights, const float *units, 
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i += 2) {
             if (next && i * LANES * item % 64 == 0) {
-                __builtin_prefetch(next + (next_at[t] + i * LANES) * item, 0, 3);
-                __builtin_prefetch(next + (next_at[t + 1] + i * LANES) * item, 0, 3);
+                __builtin_prefetch(next + (next_at[t] + i * LANES) * item, 0, 2);
+                __builtin_prefetch(next + (next_at[t + 1] + i * LANES) * item, 0, 2);
             }
             const __m512i a = pairs_at(values, at[t] + i * LANES, dtype), b = pairs_at(values, at[t + 1] + i * LANES, dtype);
             const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);

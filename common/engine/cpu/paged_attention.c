@@ -42,7 +42,7 @@ EXPORT int baton_has_dots(int dtype) { return with_dots(2 * LANES, dtype); }
 /* Fetch `next` elements of a token, one line of memory at each call with another `i`, unless there is no next tile. */
 INLINE void fetch(const Tile *next, long t, long i, int dtype) {
     const ptrdiff_t item = (ptrdiff_t)item_bytes(dtype);
-    if (next && i * item % 64 == 0) __builtin_prefetch(next->elements + (next->places->at[t] + i) * item, 0, 3);
+    if (next && i * item % 64 == 0) __builtin_prefetch(next->elements + (next->places->at[t] + i) * item, 0, 2);
 }
 
 /* Scores of `count` queries with one key. `count` is a constant, so that sums stay in registers. */
@@ -221,8 +221,7 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
     /* What the first query does not see, no other one sees; the last one sees no token from `length` on. */
     const long begin = first_seen(kv, piece->position), length = piece->position + piece->num_queries;
     const float *sinks = kv->layer.sinks;
-    const long most = pages == I8 || is_zen5() ? TILE : TILE / 2; /* the nearest cache holds this tile and the next */
-    locate(kv, piece->row, begin, begin + most, length, places);
+    locate(kv, piece->row, begin, begin + TILE, length, places);
     for (int m = 0; m < all; m++) {
         const long head = (first_head + m / num) * group + m % num % group;
         const ptrdiff_t from = (piece->first_query + m % num / group) * q.stride + head * dim;
@@ -234,9 +233,9 @@ INLINE void attend(const Paged *kv, const Piece *piece, long first_head, long en
         queries[m].total = sinks ? 1.0f : 0.0f;
     }
     const char *keys = kv->layer.keys, *values = kv->layer.values;
-    for (long start = begin, turn = 0; start < length; start += most, turn ^= 1) {
-        const Places *here = places + turn, *later = start + most < length ? places + !turn : here;
-        if (later != here) locate(kv, piece->row, start + most, start + 2 * most, length, places + !turn);
+    for (long start = begin, turn = 0; start < length; start += TILE, turn ^= 1) {
+        const Places *here = places + turn, *later = start + TILE < length ? places + !turn : here;
+        if (later != here) locate(kv, piece->row, start + TILE, start + 2 * TILE, length, places + !turn);
         for (long head = first_head; head < end_head; head++) {
             const Tile tile = tile_of(kv, keys, head, here, pages);
             const Tile next = head + 1 < end_head ? tile_of(kv, keys, head + 1, here, pages)

@@ -37,7 +37,7 @@ typedef struct {
  * multiplied, and is disturbed unless it is asked for what it fetches next anyway. Where several `passes` with all rows
  * that fit read a tile of weights, each asks for its share of the next tile, and a last one with fewer rows for none. */
 INLINE Ahead ahead_of(const char *tile, long step_bytes, long steps, long pass, long passes, int has_few_rows) {
-    const long share = step_bytes / passes, distance = has_few_rows && LANES == 16 && !is_zen5() ? 512 : AHEAD;
+    const long share = step_bytes / passes, distance = has_few_rows && LANES == 16 && !is_zen5() ? 1024 : AHEAD;
     if (pass >= passes) return (Ahead){0};
     if (passes == 1) return (Ahead){.at = tile + distance, .bytes = step_bytes, .is_near = is_zen5()};
     return (Ahead){.at = tile + step_bytes * steps + share * steps * pass, .bytes = share};

@@ -100,7 +100,7 @@ INLINE void multiply_tile(const Quantized *p, const Part *part, int bits, int bl
     const int vectors = blocks * PARTS;
     const long inputs = w->inputs, groups = inputs / w->group, step_bytes = BLOCK * bits * blocks;
     const uint8_t *values = w->values + part->block * inputs * BLOCK * bits / 8; /* its groups follow each other */
-    Ahead ahead = ahead_of((const char *)values, step_bytes, inputs / 8, part->pass, part->passes, rows <= 4);
+    Ahead ahead = ahead_of((const char *)values, step_bytes, inputs / 8, part->pass, part->passes, rows <= bits / 2);
     vf totals[ROWS * BLOCKS * PARTS] = {{0}};
     for (long g = 0; g < groups; g++) {
         vi sums[ROWS][BLOCKS * PARTS] = {{{0}}};
