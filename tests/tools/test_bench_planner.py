@@ -44,19 +44,30 @@ def test_latencies_count_from_the_due_instant_and_leave_out_failures() -> None:
     assert found["goodput"] == 2.0
 
 
+def short_profile(folder: Path) -> Path:
+    file = folder / "profile.json"
+    file.write_bytes(msgspec.json.encode(Profile("m", {"step_s": 0.007}, 131_072, 16_384)))
+    return file
+
+
 def options(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     planner.add_options(parser)
     return parser.parse_args(words)
 
 
-def test_a_trace_is_scaled_to_the_means_of_the_requests_that_are_replayed(tmp_path: Path) -> None:
+def mooncake_trace(file: Path) -> Path:
+    """Write four requests, a second apart."""
     rows = [
         {"timestamp": 1_000 * number, "input_length": length, "output_length": 100, "hash_ids": [number]}
         for number, length in enumerate([90_000, 1_000, 3_000, 5_000])
     ]
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("\n".join(map(json.dumps, rows)))
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def test_a_trace_is_scaled_to_the_means_of_the_requests_that_are_replayed(tmp_path: Path) -> None:
+    trace = mooncake_trace(tmp_path / "trace.jsonl")
     given = options("--num-requests=2", "--input-mean=100", "--output-mean=10")
     load = {**planner.load_of(f"{trace}@1:", given), "rate": "4", "num_requests": 2}
     live, simulated = make_plan(LoadtestConfig(**load)), make_plan(SimulateConfig(**load))
@@ -74,13 +85,19 @@ def test_without_a_trace_both_sides_draw_the_same_requests() -> None:
     assert sum(one.num_output for one in requests) / 300 == pytest.approx(12, rel=0.15)
 
 
+def test_predictions_for_a_trace_are_of_loads_that_both_sides_accept(tmp_path: Path) -> None:
+    trace = mooncake_trace(tmp_path / "trace.jsonl")
+    given = options(f"--trace={trace}", "--loads=0.5", "--num-requests=4", "--capacity-requests=4", "--input-mean=20")
+    for one in planner.predictions_of(planner.Deployment(1, 1, short_profile(tmp_path)), given):
+        assert len(make_plan(LoadtestConfig(**one.load)).sessions) == len(one.simulated.requests) == 4
+
+
 def test_predictions_are_of_shares_of_the_simulated_capacity_and_have_a_hash(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile, file = tmp_path / "profile.json", tmp_path / "predictions.jsonl"
-    profile.write_bytes(msgspec.json.encode(Profile("m", {"step_s": 0.007}, 131_072, 16_384)))
+    file = tmp_path / "predictions.jsonl"
     given = options("--loads=0.5", "--num-requests=20", "--capacity-requests=20")
-    capacity, half = planner.predictions_of(planner.Deployment(1, 2, profile), given)
+    capacity, half = planner.predictions_of(planner.Deployment(1, 2, short_profile(tmp_path)), given)
     assert (capacity.name, half.name) == ("1+2 drawn capacity", "1+2 drawn 50%")
     assert float(half.load["rate"]) == pytest.approx(capacity.simulated.requests_per_s / 2, rel=1e-4)
     planner.write_down([capacity, half], file)

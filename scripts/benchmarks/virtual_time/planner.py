@@ -243,7 +243,12 @@ def predictions_of(deployment: Deployment, options: Options) -> list[Prediction]
     for trace in options.trace or [""]:
         load = load_of(trace, options)
         name = f"{deployment.name} {Path(trace.partition('@')[0]).stem or 'drawn'}"
-        closed = {**load, "concurrency": CAPACITY_CONCURRENCY, "num_requests": options.capacity_requests}
+        closed = {
+            **load,
+            "concurrency": CAPACITY_CONCURRENCY,
+            "num_requests": options.capacity_requests,
+            "trace_jitter": False,
+        }
         found.append(Prediction(deployment, f"{name} capacity", 0.0, closed, deployment.simulated(closed)))
         capacity = found[-1].simulated.requests_per_s
         for share in options.loads:
