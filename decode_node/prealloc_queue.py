@@ -31,7 +31,7 @@ class DecodeLimits(PrefillLimits):
     """Bounds of a decode node, which also computes prompts.
 
     Attributes:
-        is_mixed: chunks ride in the same steps as decode rows; otherwise both take turns.
+        is_mixed: chunks are computed in the same steps as decode rows; otherwise both take turns.
         clip_tokens: the most further tokens that a request is expected to need.
         is_retracted_by_priority: when the batch outgrows the pool, the least urgent request is retracted; otherwise the
             one with the shortest output, whose loss costs the least work.

@@ -1,11 +1,12 @@
 """Plans the steps of a decode node: which requests grow by a token, and which prompts are computed here. Pure.
 
 A request waits until its grammar is compiled, if it has one, and then for pages. Its prompt comes from a prefill node,
-or is computed here in chunks that ride in the same steps as the decode rows. A plan first preempts requests for a more
-urgent one. Then requests whose prompts have arrived join the batch, every running request gets the page that it is
-about to enter, and chunks of local prompts and of retracted requests are added. A slot is left for a local prompt that
-comes before a prompt that has arrived; if it cannot begin yet, the other one joins. When pages run short, the cache is
-evicted first; then running requests are retracted to the front of the queue, but never the last one that could run.
+or is computed here in chunks: in steps that alternate with those of decode rows, or in the same steps with
+``--enable-mixed-chunk``. A plan first preempts requests for a more urgent one. Then requests whose prompts have arrived
+join the batch, every running request gets the page that it is about to enter, and chunks of local prompts and of
+retracted requests are added. A slot is left for a local prompt that comes before a prompt that has arrived; if it
+cannot begin yet, the other one joins. When pages run short, the cache is evicted first; then running requests are
+retracted to the front of the queue, but never the last one that could run.
 
 A second step may be planned before the first is committed: ``plan`` reads ``num_scheduled`` and ``num_sampling``, which
 it advances itself, and a row needs no token from the host. A request is scheduled beyond a token that turns out to end

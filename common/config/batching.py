@@ -39,7 +39,7 @@ class BatchingOptions:
     )
     chunked_prefill_size: int | None = option(
         None,
-        "Maximum number of prompt tokens computed in one step; -1: no limit. Without it: depends on the device.",
+        "Maximum number of prompt tokens computed in one step; -1: no limit. Without it: 256 on CPUs, 8192 on CUDA.",
         minimum=-1,
     )
     long_prompt_share: float = option(
@@ -55,7 +55,7 @@ class BatchingOptions:
         minimum=1,
     )
     max_long_partial_prefills: int = option(
-        2, "Maximum number of long prompts that a node computes by turns; others wait until one ends.", minimum=1
+        2, "Maximum number of long prompts that a node computes in turns; others wait until one ends.", minimum=1
     )
     enable_mixed_chunk: bool = option(
         False,

@@ -19,7 +19,7 @@ class DiscoveryOptions:
         "/baton", "Where keys begin in etcd. Gateways and nodes with the same prefix belong together.", metavar="KEY"
     )
     etcd_ca: str | None = option(
-        None, "Certificate authority of etcd's certificate, for https; by default those of the system.", metavar="FILE"
+        None, "Certificate authority of etcd's certificate, for https. Without it: those of the system.", metavar="FILE"
     )
     etcd_cert: str | None = option(None, "Certificate that identifies this process to etcd.", metavar="FILE")
     etcd_cert_key: str | None = option(None, "Key of --etcd-cert.", metavar="FILE")

@@ -110,7 +110,7 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]  # of its content
     path: Text = ""  # from which a gateway had it loaded; empty: the node has had it since its start
     change: Count = 0  # number of the change that loaded or withdrew it; later changes of a name have higher ones
-    is_withdrawn: bool = False  # no gateway takes new requests for it, and it goes with the last one that has it
+    is_withdrawn: bool = False  # no gateway takes new requests for it, and it is dropped with the last one that has it
 
     @property
     def id(self) -> str:

@@ -43,7 +43,7 @@ JSON_ANSWER = (
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """The limits of a connection, and who hears of its answers.
+    """The limits of a connection, and what is told of its answers.
 
     Attributes:
         header_timeout_s: for the headers of a request, from the connection or the previous answer on.

@@ -34,7 +34,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
         began_at: when the attempt was sent.
         is_prefill_counted: the router counts the prompt as one that the prefill node has to compute.
         is_paused: its client is slow to read.
-        was_paused: it was so at some time, and its time tells nothing about the nodes.
+        was_paused: it was paused at some time, so that the time it took says nothing about the nodes.
         is_held: its decode node was told not to compute it, since it is paused.
         failed_at: the node that failed it and need not be told of its end.
         recovery: what decides about further attempts; None while no attempt has ended without the request's fault.

@@ -610,7 +610,7 @@ def _conflict(new: Register, other: Register) -> str:
         theirs = replace(theirs, page_size=new.layout.page_size)
     problem = layout_conflict(new.layout.layout(), theirs)
     if problem:
-        return f"page layout of node {new.name} does not go with that of node {other.name}: {problem}"
+        return f"page layout of node {new.name} does not fit that of node {other.name}: {problem}"
     if new.role != other.role and not set(new.transports) & set(other.transports):
         return (
             f"nodes {new.name} and {other.name} have no transport in common:"

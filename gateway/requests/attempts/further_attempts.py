@@ -77,8 +77,8 @@ class FurtherAttempts:
     def expired(self, now: float) -> Iterator[tuple[InFlightRequest, RequestError]]:
         """Requests that have waited longer than the recovery timeout, with their errors.
 
-        The time does not count in which a suspect request has nodes for itself: after losses that many requests
-        shared, these take turns. Nor does that in which a request is paused at its nodes.
+        Time in which a suspect request has nodes for itself does not count, since after losses that many requests
+        shared, they take turns. Nor does time in which a request is paused at its nodes.
         """
         since_last_s, self._looked_at = now - self._looked_at, now
         for rid, flight in list(self._recovering.items()):
@@ -209,8 +209,8 @@ def choose_next_pair(
     """The pair for a further attempt: with the decode node that has pages of it, or avoiding what ended the last one,
     or any, or a decode node alone if no prefill node can hold the output too.
 
-    The prompt and all output tokens but the last are computed like a prompt, and the last one leads to the next, so
-    that there is one more to come than the client still gets.
+    The prompt and all output tokens but the last are computed like a prompt. The last one counts as a further token,
+    since its KV is written when the next one is sampled.
 
     Args:
         recovery: None if another gateway has made the attempts so far.

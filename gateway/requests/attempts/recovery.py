@@ -124,8 +124,8 @@ class Recovery:
         self.num_losses += 1
 
     def waits(self, seconds: float) -> None:
-        """The next attempt waits for the retry budget, or for nodes that a suspect request has for itself, or this one
-        is paused. This does not count towards the recovery timeout."""
+        """Leave so many seconds out of the recovery timeout: the request is paused, or waits for the retry budget or
+        for nodes that a suspect request has for itself."""
         self.since += seconds
 
     def verdict(self, now: float, *, timeout_s: float) -> RequestError | None:

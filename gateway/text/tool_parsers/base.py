@@ -23,7 +23,7 @@ class ToolFormat(ABC):
         name: as in ``--tool-call-parser``.
         covers_reasoning: the format also says what is reasoning: its parser divides it off, and its grammar allows it.
         markers: texts that the format gives a meaning. The caller looks up which of them are tokens and passes their
-            ids as ``token_ids``, by text, to both methods; their ids belong into ``OutputFormat.markers``.
+            ids as ``token_ids``, by text, to both methods; their ids belong in ``OutputFormat.markers``.
     """
 
     def __init__(self, name: str, markers: tuple[str, ...], *, covers_reasoning: bool = False) -> None:

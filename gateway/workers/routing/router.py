@@ -6,7 +6,7 @@ takes. A decode node costs the tokens that its requests hold or will hold, as a 
 prompt that it has cached; a node that runs its maximum of requests comes after the others. What a node has cached is
 guessed from what it was sent (``gateway.workers.routing.prefix_index``).
 
-What is known of the nodes stands in arrays (``gateway.workers.routing.candidates``), so that the costs of a thousand
+What is known of the nodes is kept in arrays (``gateway.workers.routing.candidates``), so that the costs of a thousand
 nodes are a few operations of numpy. The nodes of a request are a ``NodeGroup``, which is made once for each tuple of
 nodes.
 """
