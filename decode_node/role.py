@@ -436,10 +436,9 @@ class DecodeRole:
                 self._answer_failure(key, event.code, event.message)
 
     def _received(self, key: RequestKey, event: Completed, now: float) -> None:
-        request, done = self._scheduler.requests[key], event.prefill_done
-        is_expected = done.length == self._allocator.transfer_length(request.num_decodable)
-        if is_expected and done.token < self._vocab_size:
-            self._scheduler.received(key, token=done.token)
+        request, token = self._scheduler.requests[key], event.prefill_done.token
+        if token < self._vocab_size:
+            self._scheduler.received(key, token=token)
             self.stats.handed_off(request, event.prefill_done_at)
             self._output.received(key, event, now)
             self._totals["transfers"] += 1
@@ -448,8 +447,8 @@ class DecodeRole:
             self._scheduler.not_received(key, now)
         else:
             self._forget(key)
-            problem = "sampled a token outside of the vocabulary" if is_expected else "computed another prompt"
-            self._answer_failure(key, ErrorCode.TRANSFER_FAILED, f"the prefill node {problem}")
+            message = "the prefill node sampled a token outside of the vocabulary"
+            self._answer_failure(key, ErrorCode.TRANSFER_FAILED, message)
         self._allocator.free(self._allocator.from_transfer(event.pages), Owner.GRANT)
 
     # ---- ends -------------------------------------------------------------------------------------------------------
