@@ -377,14 +377,8 @@ class DecodeScheduler:
                 + [PageDelta(r.slot, len(r.pages) - 1, (r.pages[-1],)) for r in grown]
             ),
             rows=tuple(plan_rows),
-            windows=self._window_deltas([*joining, *begun], rows, chunks),
+            windows=self._allocator.window_deltas([*joining, *begun], [*rows, *(chunk.request for chunk in chunks)]),
         )
-
-    def _window_deltas(
-        self, begun: Sequence[Request], rows: Sequence[Request], chunks: Sequence[Chunk]
-    ) -> tuple[PageDelta, ...]:
-        window_pages = self._allocator.window_pages
-        return () if window_pages is None else window_pages.deltas(begun, [*rows, *(chunk.request for chunk in chunks)])
 
     def _join_and_grow(self, now: float, *, keeps_slots: bool = True) -> tuple[list[Request], bool, Sequence[Request]]:
         """Fill the slots, and give every running request room for a token.

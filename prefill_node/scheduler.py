@@ -236,12 +236,8 @@ class PrefillScheduler:
             admits=tuple(admit_row(request) for request in admitted),
             pages=tuple(PageDelta(request.slot, 0, tuple(request.pages)) for request in admitted),
             rows=tuple(chunk.to_row() for chunk in adder.chunks),
-            windows=self._window_deltas(admitted, adder.chunks),
+            windows=self._allocator.window_deltas(admitted, [chunk.request for chunk in adder.chunks]),
         )
-
-    def _window_deltas(self, admitted: Sequence[Request], chunks: Sequence[Chunk]) -> tuple[PageDelta, ...]:
-        window_pages = self._allocator.window_pages
-        return () if window_pages is None else window_pages.deltas(admitted, [chunk.request for chunk in chunks])
 
     def _adder(self) -> PrefillAdder:
         num_available = self._allocator.num_for_steps + self._cache.num_evictable_pages

@@ -11,7 +11,7 @@ fails here and not as garbage in another request. ``check()`` verifies all count
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from common.errors import invariant
 
 if TYPE_CHECKING:
     from common.cache.window_pages import WindowPages
+    from common.request import Request
+    from common.step_plan import PageDelta
 
 Indices = NDArray[np.intp]
 
@@ -167,6 +169,10 @@ class PageAllocator:
     def gauges(self) -> dict[str, float]:
         """Gauges of the window pages; empty without any."""
         return {} if self.window_pages is None else self.window_pages.gauges()
+
+    def window_deltas(self, begun: Sequence["Request"], going_on: Iterable["Request"]) -> tuple["PageDelta", ...]:
+        """``WindowPages.deltas``; empty without window pages."""
+        return () if self.window_pages is None else self.window_pages.deltas(begun, going_on)
 
     # ---- transfers --------------------------------------------------------------------------------------------------
 
