@@ -216,7 +216,7 @@ class PreallocQueue:
         return granted
 
     def _state(self) -> tuple[int, ...]:
-        """What decides whether requests get pages, apart from priorities."""
+        """What decides whether requests get pages, apart from their order."""
         table = self._table
         num_outputs = sum(len(request.output) for request in table.running.values())
         num_connected = sum(self._is_connected(table.sources[key]) for key in table.retracted if key in table.sources)
