@@ -116,7 +116,7 @@ class ProcessActor:
         self._gateways: tuple[str, ...] = ()
         self._gateway_fd = os.memfd_create("baton-gateways")
         self._failure = ""
-        self._is_healthy = self._is_ready = self._has_ended = False
+        self._is_healthy = self._is_ready = self._is_stopping = self._has_ended = False
         self._advised: dict[str, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._supervisor: Supervisor | None = None
@@ -156,7 +156,8 @@ class ProcessActor:
         """Drain the process; ``report`` says when it has ended."""
         if self._supervisor is None:
             self._has_ended = True
-        elif len(self._tasks) == 2:
+        elif not self._is_stopping:
+            self._is_stopping = True
             self._tasks.append(asyncio.create_task(self._stop(self._supervisor)))
 
     async def logs(self, since: int) -> tuple[int, list[str]]:
@@ -199,11 +200,14 @@ class ProcessActor:
     # ---- its health --------------------------------------------------------------------------------------------------
 
     async def _watch(self, child: Child) -> None:
-        """Ask for its health, and kill a process that was ready and answers no more: it is then started again."""
+        """Ask for its health, and kill a process that was ready and answers no more: it is then started again.
+
+        Ends when the process is asked to stop, since a gateway that drains refuses connections.
+        """
         assert self._supervisor is not None
         pid, answered_at, advice_at = 0, 0.0, 0.0
         deaths = Deaths()
-        while not self._has_ended:
+        while not (self._is_stopping or self._has_ended):
             await asyncio.sleep(PROBE_S)
             num_deaths = deaths.seen(child.num_deaths, is_healthy=self._is_healthy, now=time.monotonic())
             if num_deaths >= MAX_DEATHS:

@@ -129,6 +129,38 @@ async def test_a_process_that_answers_no_more_is_not_ready(monkeypatch: pytest.M
     assert was_ready == [False, True, False]
 
 
+async def test_a_process_that_is_stopping_is_not_killed_although_it_answers_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gateway that drains refuses connections, for as long as its drain-timeout."""
+
+    def answer(path: str) -> dict[str, Any] | None:
+        asked.append(path)
+        if len(asked) == 1:
+            asyncio.run_coroutine_threadsafe(actor.stop(), loop).result()
+            return {"is_registered": True}
+        actor._has_ended = len(asked) == 3
+        return None
+
+    asked: list[str] = []
+    signals: list[int] = []
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    child = Child("decode-0", [], {})
+    process = SimpleNamespace(pid=1, returncode=None, send_signal=signals.append, wait=ended.wait)
+    child.process = process  # type: ignore[assignment]
+    actor = ProcessActor(msgspec.json.encode(ProcessSpec(name="decode-0", role="decode", values={})), "127.0.0.1")
+    actor._supervisor = Supervisor([child], LogBuffer())
+    monkeypatch.setattr(process_actor, "PROBE_S", 0.0)
+    monkeypatch.setattr(process_actor, "UNHEALTHY_S", 0.0)
+    monkeypatch.setattr(actor, "_get", answer)
+    watch = asyncio.create_task(actor._watch(child))
+    actor._tasks = [watch, watch]
+    await watch
+    ended.set()
+    await actor._tasks[-1]
+    assert signals == [signal.SIGTERM]
+
+
 @pytest.mark.slow
 async def test_a_process_that_dies_again_and_again_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_actor, "MAX_DEATHS", 2)
