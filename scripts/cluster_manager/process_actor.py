@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import signal
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -117,6 +118,7 @@ class ProcessActor:
         self._gateway_fd = os.memfd_create("baton-gateways")
         self._failure = ""
         self._is_healthy = self._is_ready = self._is_stopping = self._has_ended = False
+        self._tls: ssl.SSLContext | None = None
         self._advised: dict[str, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._supervisor: Supervisor | None = None
@@ -220,6 +222,8 @@ class ProcessActor:
                 continue
             if process.pid != pid:
                 pid, answered_at = process.pid, 0.0
+            if not answered_at:
+                self._tls = None  # the process reads its certificate when it starts, and a renewed one only then
             health = await asyncio.to_thread(self._get, "/health")
             now = time.monotonic()
             self._is_healthy = health is not None
@@ -256,7 +260,8 @@ class ProcessActor:
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         try:
             if certificate := self._spec.values.get("tls_cert"):
-                handlers.append(urllib.request.HTTPSHandler(context=pinned_context(certificate)))
+                self._tls = self._tls or pinned_context(certificate)
+                handlers.append(urllib.request.HTTPSHandler(context=self._tls))
             with urllib.request.build_opener(*handlers).open(request, timeout=PROBE_TIMEOUT_S) as answer:
                 found: dict[str, Any] = msgspec.json.decode(answer.read(), type=dict)
                 return found

@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.gateway.certificates import make_certificate
 from support.service.processes import descendants
 from support.service.service import SMALL_MODEL
 
+from gateway.http.access.tls import make_tls_context
 from scripts.cluster_manager import process_actor
 from scripts.cluster_manager.command_line import Ports, ProcessSpec
 from scripts.cluster_manager.process_actor import MAX_LINES, Deaths, LogBuffer, ProcessActor, Report
@@ -159,6 +161,24 @@ async def test_a_process_that_is_stopping_is_not_killed_although_it_answers_no_m
     ended.set()
     await actor._tasks[-1]
     assert signals == [signal.SIGTERM]
+
+
+async def test_a_gateway_is_asked_with_the_certificate_that_it_has_read_although_another_is_there_now(
+    tmp_path: Path,
+) -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    made = make_certificate(tmp_path)
+    actor = gateway(**made.options)
+    context = make_tls_context(str(made.cert), str(made.key))
+    async with await asyncio.start_server(reply, "127.0.0.1", 0, ssl=context) as server:
+        actor._ports = Ports(server.sockets[0].getsockname()[1])
+        assert await asyncio.to_thread(actor._get, "/health") == {}
+        make_certificate(tmp_path)
+        assert await asyncio.to_thread(actor._get, "/health") == {}
 
 
 @pytest.mark.slow
