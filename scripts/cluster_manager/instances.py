@@ -222,7 +222,7 @@ class Live:
     def take_answer(self, *, has_serving_gateway: bool) -> None:
         """Read the result of the pending call, which has arrived.
 
-        A gateway without nodes counts as ready if no other gateway has nodes. Otherwise it does not: it would refuse
+        A gateway without nodes counts as ready if none has had nodes lately. Otherwise it does not: it would refuse
         requests that the others serve.
         """
         question, self._question = self._question, None

@@ -5,6 +5,7 @@ When this actor is lost, Ray starts it elsewhere; it finds its state in Ray's st
 """
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -30,6 +31,8 @@ from scripts.cluster_manager.state import NAMESPACE, ClusterState, InstanceRecor
 from scripts.cluster_manager.status import Row, Status
 
 TICK_S, ANSWER_S, RETRY_S = 0.5, 1.0, 2.0
+#: Gateways without nodes count as ready once none has had nodes for so long; a slow answer or a restart takes less.
+UNSERVED_S = 60.0
 MAX_EVENTS = 1_000
 
 
@@ -58,6 +61,8 @@ class ClusterSupervisor:
             self._say("the supervisor has started again")
         elif not is_down:
             store.save(cluster, self._state)
+        # The supervisor before this one may have seen a gateway with nodes.
+        self._served_at = -math.inf if found is None else time.monotonic()
         self._rows: list[Row] = []
         threading.Thread(target=self._run, name="supervisor", daemon=True).start()
 
@@ -179,12 +184,12 @@ class ClusterSupervisor:
         now = time.monotonic()
         asked = {question: live for live in self._lives if (question := live.ask(gateways, now)) is not None}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
-        heard = [live for live in self._lives if live.record.role == "gateway" and not live.is_silent(now)]
-        has_serving_gateway = any(live.report.is_ready for live in heard if live.report)
         for question in answered:
             live = asked[question]
             before = live.phase
-            live.take_answer(has_serving_gateway=has_serving_gateway)
+            live.take_answer(has_serving_gateway=now - self._served_at < UNSERVED_S)
+            if live.record.role == "gateway" and live.phase is Phase.READY and live.report and live.report.is_ready:
+                self._served_at = now
             if live.phase is not before:
                 self._on_change(live)
 

@@ -41,6 +41,7 @@ def creation_error(text: str) -> ActorDiedError:
 
 
 READY = {"gateway-0": "ready", "prefill-0": "ready", "decode-0": "ready", "decode-1": "ready"}
+NO_NODES = msgspec.structs.replace(HEALTHY, is_ready=False)
 
 
 def test_a_cluster_becomes_ready(cluster: FakeCluster) -> None:
@@ -50,14 +51,44 @@ def test_a_cluster_becomes_ready(cluster: FakeCluster) -> None:
     assert status(supervisor).failures == {}
 
 
+def test_a_gateway_without_nodes_is_ready_once_none_has_had_nodes_for_a_minute(cluster: FakeCluster) -> None:
+    supervisor = cluster.supervisor()
+    cluster.run(supervisor)
+    cluster.ray.actors["baton/gateway-0"].answer = NO_NODES
+    cluster.run(supervisor, 118)
+    assert states(supervisor) == {**READY, "gateway-0": "starting"}
+    cluster.run(supervisor, 4)
+    assert states(supervisor) == READY
+
+
 def test_a_gateway_without_nodes_is_ready_although_a_silent_one_had_nodes(cluster: FakeCluster) -> None:
     supervisor = cluster.supervisor()
     cluster.run(supervisor)
     cluster.ray.silent = {"baton/gateway-0"}
     cluster.ray.hosts = {"b": "10.0.0.2", **cluster.ray.hosts}  # the first one is used
-    cluster.ray.first_answers["gateway"] = msgspec.structs.replace(HEALTHY, is_ready=False)
-    cluster.run(supervisor, 40)
-    assert states(supervisor) == {**READY, "gateway-0": "stopping, silent", "gateway-1": "ready"}
+    cluster.ray.first_answers["gateway"] = NO_NODES
+    cluster.run(supervisor, 122)
+    assert states(supervisor)["gateway-1"] == "ready"
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_an_upgrade_keeps_the_gateway_that_has_nodes(cluster: FakeCluster, is_restarted: bool) -> None:
+    """Also when that one is slow to answer, or when another supervisor has not heard of its nodes yet."""
+    supervisor = cluster.supervisor()
+    cluster.run(supervisor)
+    cluster.ray.first_answers["gateway"] = NO_NODES
+    assert supervisor.upgrade(None) == ""
+    cluster.run(supervisor)
+    waiting = {**READY, "gateway-1": "starting"}
+    assert states(supervisor) == waiting
+    if is_restarted:
+        supervisor = cluster.supervisor()
+    else:
+        cluster.ray.actors["baton/gateway-0"].answer = msgspec.structs.replace(NO_NODES, is_healthy=False)
+        cluster.run(supervisor)
+        cluster.ray.actors["baton/gateway-0"].answer = HEALTHY
+    cluster.run(supervisor)
+    assert states(supervisor) == waiting
 
 
 # ---- mistakes that only Ray sees ------------------------------------------------------------------------------------
