@@ -90,7 +90,10 @@ Action = Start | Stop | Discard
 def plan(desired: Desired, instances: Sequence[Instance], now: float) -> list[Action]:
     """The actions that are due. It may be called at any time, and repeats nothing that is under way."""
     actions: list[Action] = [Discard(found.name) for found in instances if found.phase is Phase.GONE]
-    staying = [found for found in instances if found.is_staying]
+    # One without a host serves nothing, and may wait for what the upgrade corrects, such as its labels.
+    outdated = [found for found in instances if found.phase is Phase.PLACING and found.revision < desired.revision]
+    actions += [Stop(found.name) for found in outdated]
+    staying = [found for found in instances if found.is_staying and found not in outdated]
     upgraded = _role_to_upgrade(desired, staying)
     for role in ROLES:
         mine = [found for found in staying if found.role == role]
@@ -167,9 +170,8 @@ def _upgrade_step(
 ) -> list[Action]:
     """One step of a rolling upgrade of a group: one more of the new revision, and when it is ready, one old fewer.
 
-    Where there is no room for one more, an old one is stopped first. If that one had no room either, another one of the
-    new revision waits in its place, and the next old one follows. While another group waits for room, no ready one is
-    stopped, since that group might get its room.
+    Where there is no room for one more, an old one is stopped first; but no ready one while another group waits for
+    room, since that group might get it.
     """
     role, count = mine[0].role, desired.counts[mine[0].role]
     usable = [found for found in mine if not found.is_silent]

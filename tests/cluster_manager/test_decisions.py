@@ -152,14 +152,21 @@ def test_without_room_an_upgrade_waits_for_some_before_it_stops_an_old_one() -> 
     assert plan(desired(revision=2), placing, 25.0) == [Stop("gateway-0")]
 
 
-def test_an_upgrade_goes_on_although_an_old_one_has_no_room() -> None:
+def test_an_upgrade_goes_on_although_a_new_one_has_no_room() -> None:
     before = [one("gateway-1", revision=2), one("prefill-1", revision=2), one("decode-0")]
     new, newer = one("decode-2", PLACING, 2), one("decode-3", PLACING, 2, since=20.0)
-    assert plan(desired(revision=2), [*before, one("decode-1", PLACING), new], 20.0) == [Stop("decode-1")]
     assert plan(desired(revision=2), [*before, new], 20.0) == [Start("decode")]
     assert plan(desired(revision=2), [*before, new, newer], 39.9) == []
     assert plan(desired(revision=2), [*before, new, newer], 40.0) == [Stop("decode-0")]
     assert plan(desired(revision=2), [*before, replace(new, phase=STARTING), newer], 1_000.0) == []
+
+
+def test_an_upgrade_replaces_at_once_what_has_no_host() -> None:
+    """It may correct what keeps that one from a host. Gateways that have no room for one more would wait for it."""
+    found = [*SETTLED[:3], one("decode-1", PLACING)]
+    assert plan(desired(revision=2), found, 0.0) == [Stop("decode-1"), Start("gateway"), Start("decode")]
+    found = [*SETTLED[:3], one("gateway-1", PLACING, 2), one("decode-2", STARTING, 2)]
+    assert plan(desired(revision=2), found, 20.0) == [Stop("gateway-0")]
 
 
 def test_what_serves_stays_while_an_upgrade_waits_for_a_role_before_it() -> None:
@@ -188,7 +195,7 @@ def test_a_group_is_upgraded_once_those_before_it_are_ready() -> None:
 def test_no_ready_one_is_stopped_for_room_that_another_group_waits_for() -> None:
     before = [one("gateway-1", revision=2), one("prefill-0"), one("prefill-1", PLACING, 2)]
     assert plan(desired(revision=2), [*before, one("decode-0"), one("decode-1")], 20.0) == [Stop("prefill-0")]
-    without_room = [one("decode-0"), one("decode-1", PLACING)]
+    without_room = [one("decode-0"), one("decode-1", PLACING, 2)]
     assert plan(desired(revision=2), [*before, *without_room], 20.0) == []
     before[2] = one("prefill-1", READY, 2)
     assert plan(desired(revision=2), [*before, *without_room], 20.0) == [Stop("prefill-0")]
@@ -200,7 +207,7 @@ def test_an_upgrade_that_does_not_start_leaves_the_old_ones_alone() -> None:
 
 
 def test_an_upgrade_ends_although_the_group_that_it_is_near_has_no_room() -> None:
-    placing = [one("gateway-0", revision=2), one("prefill-0"), one("decode-0", PLACING), one("decode-1", PLACING)]
+    placing = [one("gateway-0", revision=2), one("prefill-0"), one("decode-0", PLACING, 2), one("decode-1", PLACING, 2)]
     wanted = desired(revision=2, near={"prefill": "decode"})
     assert plan(wanted, placing, 19.9) == []
     assert plan(wanted, placing, 20.0) == [Start("prefill")]
@@ -242,12 +249,14 @@ def test_no_plan_stops_what_is_needed_or_starts_more_than_one_too_many(
     ]
     wanted = desired(*counts, revision=2)
     actions = plan(wanted, instances, now)
+    outdated = [i for i in instances if i.phase is PLACING and i.revision < wanted.revision]
+    counted = [i for i in instances if i.is_staying and not i.is_silent and i not in outdated]
     by_name = {i.name: i for i in instances}
     stopped = [by_name[a.name] for a in actions if isinstance(a, Stop)]
     for role in ROLES:
-        usable = [i for i in instances if i.role == role and i.is_staying and not i.is_silent]
+        usable = [i for i in counted if i.role == role]
         num_started = sum(a == Start(role) for a in actions)
-        num_stopped = sum(i.role == role and not i.is_silent for i in stopped)
+        num_stopped = sum(i in usable for i in stopped)
         assert not (num_started and num_stopped)
         assert num_started <= max(wanted.counts[role] + 1 - len(usable), 0)
         assert len(usable) - num_stopped >= min(len(usable), wanted.counts[role])
