@@ -2,6 +2,7 @@
 
 import os
 import ssl
+from pathlib import Path
 
 from common.errors import ConfigError
 from gateway.http.access.secret_files import warn_of_open_file
@@ -18,6 +19,9 @@ def make_tls_context(cert: str, key: str) -> ssl.SSLContext:
     """
     for flag, path in (("--tls-cert", cert), ("--tls-key", key)):
         try:
+            # Its content is lost when it is opened twice. A pipe of the shell, <(...), has no real path, and works.
+            if Path(os.path.realpath(path)).is_fifo():
+                raise ConfigError(f"{flag} {path} is a named pipe; name a regular file")
             with open(path, "rb") as file:
                 mode = os.fstat(file.fileno()).st_mode
         except OSError as error:

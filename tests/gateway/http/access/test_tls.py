@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 
@@ -168,6 +169,17 @@ def test_files_that_cannot_be_used_are_refused_with_their_flags(certificate, tmp
     other = make_certificate(tmp_path)
     with pytest.raises(ConfigError, match="key values mismatch; both must be PEM"):
         make_tls_context(cert, str(other.key))
+
+
+def test_a_named_pipe_is_refused_and_a_pipe_of_the_shell_is_read(certificate, tmp_path):
+    os.mkfifo(tmp_path / "key.pem")
+    with pytest.raises(ConfigError, match=r"--tls-key .*/key\.pem is a named pipe; name a regular file"):
+        make_tls_context(str(certificate.cert), str(tmp_path / "key.pem"))
+    read, write = os.pipe()
+    os.write(write, certificate.key.read_bytes())
+    os.close(write)
+    make_tls_context(str(certificate.cert), f"/dev/fd/{read}")
+    os.close(read)
 
 
 def test_an_encrypted_key_is_refused(tmp_path):
