@@ -104,10 +104,19 @@ def test_a_run_whose_tokens_mostly_arrive_together_has_all_other_figures(
     monkeypatch.setattr(disagg, "keep_to", lambda num_cores: None)
     figures = disagg.run(parse("--models=small", "--arrangements=split", "--capacity=10", "--shares=1"))
     assert figures == {
-        "capacity, small, split, requests/s": 10.0, "small, split, 10/s, tokens/s": 32.0,
+        "small, split, 10/s, tokens/s": 32.0,
         "small, split, 10/s, ttft_p50 ms": 500.0, "small, split, 10/s, e2e_p50 ms": 1000.0,
     }  # fmt: skip
-    assert "inter-token p50 0.0 ms, p99 97.0 ms\n" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "inter-token p50 0.0 ms, p99 97.0 ms\n" in shown.err
+    assert "in flight" not in shown.out, "a given capacity was not measured"
+
+
+def test_the_figures_are_those_of_all_rounds_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disagg, "measure", lambda point, *_: report([1.0 + 2 * point.seed], [[0.1, 0.1]]))
+    monkeypatch.setattr(disagg, "keep_to", lambda num_cores: None)
+    words = ("--models=small", "--arrangements=split", "--capacity=10", "--shares=1", "--rounds=2")
+    assert disagg.run(parse(*words))["small, split, 10/s, ttft_p50 ms"] == 2000.0
 
 
 def test_rates_are_shares_of_the_capacity() -> None:

@@ -132,8 +132,9 @@ def run(options: Options) -> dict[str, float]:
     try:
         for model in options.models:
             folder = SMALL_MODEL if model == "small" else str(random_model())
-            capacities |= measure_capacities(model, folder, services, options)
-            lowest = min(capacities[model, name] for name in options.arrangements[:2])
+            if options.capacity is None:
+                capacities |= measure_capacities(model, folder, services, options)
+            lowest = options.capacity or min(capacities[model, name] for name in options.arrangements[:2])
             planned = list(points(options, model, lowest))
             for number, point in enumerate(planned, start=1):
                 say(f"{model}, run {number} of {len(planned)}: {point.rate:.3g}/s, {TITLES[point.arrangement]} ...")
@@ -141,8 +142,11 @@ def run(options: Options) -> dict[str, float]:
     finally:  # also when it is stopped
         print("\n".join(table(runs, capacities)), flush=True)
     figures = {f"capacity, {model}, {name}, requests/s": rate for (model, name), rate in capacities.items()}
+    rounds: dict[str, list[dict[str, Any]]] = {}
     for point, report in runs:
-        name, cell = f"{point.model}, {point.arrangement}, {point.rate:.3g}/s", pooled([report])
+        rounds.setdefault(f"{point.model}, {point.arrangement}, {point.rate:.3g}/s", []).append(report)
+    for name, reports in rounds.items():
+        cell = pooled(reports)
         figures |= {f"{name}, {figure} ms": 1e3 * cell.times.get(figure, 0.0) for figure in ("ttft_p50", "e2e_p50")}
         figures[f"{name}, tokens/s"] = cell.tokens_per_s
         for kind, of in (("itl", "inter-token p99/p50"), ("later", "p99/p50 of later gaps")):
@@ -188,8 +192,6 @@ def compared(options: Options, model: str) -> tuple[str, ...]:
 def measure_capacities(model: str, folder: str, services: Services, options: Options) -> Capacities:
     """Requests per second that each arrangement completes in a closed loop."""
     num_requests = options.small_capacity_requests if model == "small" else options.large_capacity_requests
-    if options.capacity is not None:
-        return {(model, name): options.capacity for name in options.arrangements}
     capacities = {}
     for name in compared(options, model):
         say(f"{model}, capacity of {TITLES[name]}, {num_requests} requests ...")
