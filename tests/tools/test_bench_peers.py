@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ import torch
 from common.engine.models import feed_forward
 from common.engine.models.expert_config import QWEN_EXPERTS, ExpertConfig
 from common.errors import ConfigError
+from scripts.benchmarks.engines import engine
 from scripts.benchmarks.engines.engine import experts_read, run, thread_counts
+from scripts.benchmarks.engines.overlap import Overlap, StepTimes
 from scripts.benchmarks.harness.service_fixture import ServiceStartError, running_process
+from scripts.benchmarks.main import empty_figures
 from scripts.benchmarks.peers.llama_cpp import LlamaCppPeer, parse_output
 from scripts.benchmarks.peers.peer import Workload, parse_peers
 from scripts.benchmarks.peers.vllm_peer import VllmPeer, environment, serving_environment
@@ -84,6 +88,16 @@ def test_vllm_is_measured_with_the_dense_shape_only(tmp_path: Path) -> None:
     options = argparse.Namespace(peer=[f"vllm={tmp_path}"], shape="qwen3-moe-small", threads="1")
     with pytest.raises(ConfigError, match=r"--peer vllm: it is measured with --shape qwen3-0\.6b only"):
         run(options)
+
+
+def test_a_device_that_never_waits_for_the_host_has_no_figure_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU, which has its next step before one ends. A figure of zero would say that nothing was measured."""
+    limits = SimpleNamespace(read_bytes_per_s=1e9, flops_per_s=1e9)
+    overlap = Overlap(8, StepTimes(step_s=0.01, idle_s=0.002), StepTimes(step_s=0.01, idle_s=0.0))
+    monkeypatch.setattr(engine, "measure", lambda *_: (limits, [], [overlap]))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    found = engine.run(argparse.Namespace(peer=[], shape="qwen3-0.6b", threads="1", new_tokens=16))
+    assert found and not empty_figures(found)
 
 
 def test_the_figures_of_llama_cpp_are_read_from_its_json() -> None:

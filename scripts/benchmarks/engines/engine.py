@@ -179,6 +179,8 @@ def run(options: Options) -> dict[str, float]:
     paths = parse_peers(options.peer)
     if "vllm" in paths and options.shape != SHAPES[0]:
         raise ConfigError(f"--peer vllm: it is measured with --shape {SHAPES[0]} only")
+    if options.new_tokens < 2:
+        raise ConfigError("--new-tokens must be at least 2: the second table has the time between two steps")
     figures: dict[str, float] = {}
     for num_threads in thread_counts(options.threads):
         torch.set_num_threads(num_threads)
@@ -193,7 +195,8 @@ def run(options: Options) -> dict[str, float]:
             part |= {f"{row.name}, times {name}": row.ratio(each) for name, each in row.others_s.items()}
         for overlap in overlaps:
             part[f"batch {overlap.batch}, host time without overlap, us"] = overlap.without.idle_s * 1e6
-            part[f"batch {overlap.batch}, host time with overlap, us"] = overlap.with_overlap.idle_s * 1e6
+            if overlap.with_overlap.idle_s > 0:  # on a GPU the next step is queued by then
+                part[f"batch {overlap.batch}, host time with overlap, us"] = overlap.with_overlap.idle_s * 1e6
         figures |= {f"{num_threads} threads, {name}": value for name, value in part.items()}
     return figures
 
