@@ -75,6 +75,13 @@ def test_sigterm_stops_a_benchmark_as_ctrl_c_does(
         (["placement", "--loads=0.5,0"], "bench placement: --loads must be greater than 0, not 0.0"),
         (["placement", "--nodes=2+0"], "bench placement: --nodes must be greater than 0, not 0"),
         (["simulate", "--scale=nan"], "bench simulate: --scale must be greater than 0, not nan"),
+        (["overload", "--window=20"], "bench overload: --seconds must be at least twice --window"),
+        (["pictures", "--trace=/nowhere"], "bench pictures: --trace /nowhere cannot be read: No such file"),
+        (["pictures", "--folder=/dev/null"], "bench pictures: --folder /dev/null: /dev/null is a file"),
+        (["planner", "--trace=/nowhere"], "bench planner: --trace /nowhere cannot be read: No such file"),
+        (["planner", "--save=/nowhere/cells"], "bench planner: --save /nowhere/cells: there is no such folder"),
+        (["engine", "--new-tokens=1"], "bench engine: --new-tokens must be at least 2"),
+        (["loadtest", "--output-len=1"], "bench loadtest: --output-len must be at least 2"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_measured(

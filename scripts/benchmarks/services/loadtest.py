@@ -11,6 +11,7 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
+from common.errors import ConfigError
 from scripts.benchmarks.harness.cpu_contention import CpuContention
 from scripts.benchmarks.harness.mock_server import load, mock_server
 
@@ -26,6 +27,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
+    if options.output_len < 2:
+        raise ConfigError("--output-len must be at least 2: one token has no gap")
     contention = CpuContention(range(os.cpu_count() or 1))
     rows = [one_run(options, seed) for seed in range(options.repeats)]
     figures = {name: statistics.median(row[name] for row in rows) for name in rows[0]}

@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
+from common.errors import ConfigError
 from scripts.benchmarks.harness.service_fixture import running_service
 from scripts.load_tester.reporting.formats import counted
 
@@ -38,6 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
+    if 2 * options.window > options.seconds:
+        raise ConfigError("--seconds must be at least twice --window: the first window after the storm does not count")
     flags = [
         "--dtype=float32",
         "--threads=1",
@@ -147,7 +150,7 @@ class Overload:
         print(f"{counted(self._options.clients, 'client')}: {before:.1f}/s, {before / capacity:.2f} of the capacity")
         shown = ", ".join(f"{goodput:.1f}" for goodput in windows)
         print(f"after all left and came back: {shown}/s in windows of {window_s:g} s; {self._counted()}")
-        after = statistics.mean(windows[1:] or windows)
+        after = statistics.mean(windows[1:])
         print(f"from {window_s:g} s after the storm on: {after:.1f}/s, {after / capacity:.2f} of the capacity")
         return {"goodput before the storm": before, "goodput after the storm": after}
 

@@ -14,6 +14,7 @@ from scripts.benchmarks.harness.options import comma_separated
 from scripts.benchmarks.harness.service_fixture import measured_load, running_service
 from scripts.benchmarks.services.disagg import ARRANGEMENTS
 from scripts.load_tester.config import LoadtestConfig
+from scripts.load_tester.output_files import check_folder
 from scripts.load_tester.reporting.charts import (
     distribution_charts,
     rate_charts,
@@ -24,6 +25,7 @@ from scripts.load_tester.reporting.charts import (
 )
 from scripts.load_tester.reporting.formats import milliseconds, percent
 from scripts.load_tester.reporting.report import Report
+from scripts.load_tester.workload.plan import make_plan
 
 SHORTEST = ("--rates=20", "--seconds=1")
 HEAD = "| | requests/s | TTFT p50 | p99 | inter-token p50 | p99 | end to end p50 | p99 | tokens/s | cores of others |"
@@ -71,13 +73,19 @@ def sweep(rates: list[str], seconds: float, folder: Path | None) -> list[tuple[s
     return found
 
 
-def replay(trace: str, rate: str, seconds: float, folder: Path | None) -> list[str]:
-    """Replay the trace, scaled to the small model, on one prefill and one decode node; return lines about it."""
-    print("trace", flush=True)
+def trace_load(trace: str, rate: str, seconds: float) -> LoadtestConfig:
+    """The replay of the trace, scaled to the small model. Raises ConfigError: the trace cannot be replayed so."""
     config = LoadtestConfig(
         endpoint="generate", trace=trace, rate=rate, duration=f"{seconds:g}", length_scale=0.04, max_input_len=3000,
         max_output_len=400, scrape="none",
     )  # fmt: skip
+    make_plan(config)
+    return config
+
+
+def replay(config: LoadtestConfig, folder: Path | None) -> list[str]:
+    """Replay a trace on one prefill and one decode node; return lines about it."""
+    print("trace", flush=True)
     ((report, others),) = measured(ARRANGEMENTS["split"].flags, [config])
     good = [record for record in report.measured if record.is_ok and record.stamps_s]
     pictures = [timeline_charts(report.records)[0], distribution_charts(good)[1], *waterfall_charts(good)]
@@ -86,7 +94,7 @@ def replay(trace: str, rate: str, seconds: float, folder: Path | None) -> list[s
     caching = report.caching
     shares = f"{percent(caching['achieved_share'])} of prompt tokens were cached, of {percent(caching['ideal_share'])}."
     failures = f"{report.errors['count']:,} of {report.num_requests:,} requests failed."
-    return [*report.notes, "", *table([("the trace", rate, report, others)]), "", f"{shares} {failures}"]
+    return [*report.notes, "", *table([("the trace", f"{config.rate}", report, others)]), "", f"{shares} {failures}"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -99,15 +107,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, float]:
+    check_folder(options.folder, "--folder")
+    trace = trace_load(options.trace, options.trace_rate, options.trace_seconds) if options.trace else None
     print("The small model under load. Milliseconds; 200 tokens in and 40 out.\n")
     found = sweep(options.rates, options.seconds, options.folder)
     print("\n".join(table(found)))
-    if options.trace:
+    if trace:
         print("\nA conversation trace, lengths times 0.04.\n")
-        print("\n".join(replay(options.trace, options.trace_rate, options.trace_seconds, options.folder)))
+        print("\n".join(replay(trace, options.folder)))
     figures = {}
     for name, rate, report, _ in found:
-        figures[f"{name}, {rate}/s, TTFT p50 ms"] = 1e3 * report.latency["ttft"]["p50"]
-        figures[f"{name}, {rate}/s, end to end p50 ms"] = 1e3 * report.latency["e2e"]["p50"]
+        figures[f"{name}, {rate}/s, TTFT p50 ms"] = 1e3 * report.latency["ttft"].get("p50", 0.0)
+        figures[f"{name}, {rate}/s, end to end p50 ms"] = 1e3 * report.latency["e2e"].get("p50", 0.0)
         figures[f"{name}, {rate}/s, tokens/s"] = report.throughput["output_tokens_per_s"]
     return figures

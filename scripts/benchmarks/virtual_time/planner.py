@@ -34,6 +34,7 @@ from scripts.benchmarks.harness.cpu_contention import CpuContention
 from scripts.benchmarks.harness.options import comma_separated, num_nodes
 from scripts.benchmarks.harness.service_fixture import measured_load, running_service
 from scripts.load_tester.config import LoadOptions, LoadtestConfig
+from scripts.load_tester.output_files import check_file
 from scripts.load_tester.workload.plan import make_plan
 from scripts.load_tester.workload.traces import read_trace
 from scripts.models.random_model import QWEN3_600M, random_model
@@ -179,6 +180,10 @@ class Cell(NamedTuple):
 
 
 def run(options: Options) -> dict[str, float]:
+    for trace in options.trace or [""]:
+        LoadtestConfig(**load_of(trace, options))  # a mistake is named before the calibration
+    for name in ("predictions", "save"):
+        check_file(getattr(options, name), flag_of(name))
     print_heading()
     figures: dict[str, float] = {}
     misses: list[str] = []
@@ -205,6 +210,7 @@ def cells(options: Options) -> Iterator[Cell]:
     with tempfile.TemporaryDirectory(prefix="baton-planner-") as place:
         profile = options.profile or Path(place) / "profile.json"
         if not profile.exists():
+            check_file(str(profile), "--profile")
             with running_service(flags) as url:
                 calibrate(url, profile, options.calibrate_seconds)
         if any(sum(nodes) > 2 for nodes in options.nodes) and not _knows_two_decode_nodes(profile):
