@@ -41,14 +41,14 @@ class LoadOptions:
     # Arrivals
     rate: str | None = option(
         None,
-        "Requests per second: 4, a ramp over --duration 1..10, or steps 1x30,2x30 (rate x seconds). "
-        "With --trace: the trace's pace is scaled to this mean rate.  [default: 1]",
+        "Requests per second (a session counts once): 4, a ramp over --duration 1..10, or steps 1x30,2x30 "
+        "(rate x seconds). With --trace: the trace's pace is scaled to this mean rate.  [default: 1]",
     )
     arrival: Arrival = option("poisson", "Distribution of arrivals at that rate.")
     cv: float = option(2.0, "Gamma arrivals: standard deviation over mean of the gaps.", minimum=0.01, maximum=100)
     burst_size: int = option(8, "Burst arrivals: requests at one instant.", minimum=1)
     concurrency: int | None = option(
-        None, "Closed loop instead of --rate: this many requests are always in flight.", minimum=1, maximum=100_000
+        None, "Closed loop instead of --rate: this many requests, or sessions, at a time.", minimum=1, maximum=100_000
     )
     num_requests: int | None = option(
         None,
@@ -330,7 +330,7 @@ NEEDS: tuple[tuple[str, str, Callable[["LoadtestConfig"], Any]], ...] = (
         lambda config: config.slos or has_limits(config.mix) or config.trace,
     ),
     ("scrape_interval", "--scrape", lambda config: config.scrape != "none"),
-    ("vocab_size", "--prompt ids", lambda config: config.sends_ids),
+    ("vocab_size", "--prompt ids, and no --endpoint chat", lambda config: config.sends_ids),
 )
 LOAD_NEEDS: tuple[tuple[str, str, Callable[["LoadOptions"], Any]], ...] = (
     ("cv", "--arrival gamma", lambda config: config.arrival == "gamma"),

@@ -25,7 +25,8 @@ def search_command(config: LoadtestConfig) -> int:
     def at(rate: float, number: int = 0) -> LoadtestConfig:
         return replace(config, rate=f"{rate:.6g}", sweep=None, find_goodput=False, seed=config.seed + number)
 
-    make_plan(at(rates[0]))  # before the server is asked, for mistakes in a trace
+    for rate in rates:  # before the server is asked, for mistakes in a trace and rates at which nothing arrives
+        make_plan(at(rate))
     server = fetch_server_info(config.url, common_headers(config), verify_tls=config.verify_tls)
     shown: list[Report] = []
 
@@ -65,7 +66,7 @@ def _search_status(config: LoadtestConfig, found: SearchResult) -> int:
     say("", *search_notes(config, found))
     failed = [point.rate for point in found.points if not point.is_valid]
     if failed:
-        print(f"at {min(failed):.4g}/s the client could not keep up: the limit may be higher", file=sys.stderr)
+        print(f"at {min(failed):.4g}/s the runs are invalid: the limit may be higher", file=sys.stderr)
         return INVALID
     return FINE if found.best else FAILED
 
@@ -97,12 +98,12 @@ def _too_short(point: RatePoint) -> str:
     """Warn if the run was too short for a queue to grow; empty if it was long enough."""
     report = point.reports[-1]
     response_s = report.latency["e2e"].get("p50")
-    span_s = report.num_measured / point.rate
+    span_s = report.arrivals["count"] / point.rate  # a session arrives once
     if not response_s or span_s >= MIN_RESPONSES * response_s:
         return ""
     return (
         f"a run at that rate sends for {span_s:.3g} s, and a response takes {response_s:.3g} s: it may hold only "
-        "because the run is short; raise --duration"
+        "because the run is short; give a longer --duration or more --num-requests"
     )
 
 

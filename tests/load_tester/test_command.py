@@ -39,6 +39,7 @@ KEYS = {"api_key": "k", "header": "Authorization: Basic abc"}
         ({"sweep": "1,2000000"}, "--sweep must be rates"),
         ({"slo_ttft": "0"}, "--slo-ttft must be more than 0"),
         ({"slo_attainment": 0.99}, "--slo-attainment needs a limit, such as --slo-ttft"),
+        ({"endpoint": "chat", "vocab_size": 100}, "--vocab-size needs --prompt ids, and no --endpoint chat: it has no"),
         ({"mix": "a:deadline=0"}, "deadline=0 is not valid"),
         ({"mix": "a:slo-itl=0"}, "slo-itl=0 is not valid"),
         ({"header": "a b: c"}, "--header must be 'NAME: VALUE'"),

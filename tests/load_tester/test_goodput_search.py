@@ -10,7 +10,7 @@ from scripts.benchmarks.harness.mock_server import mock_server
 from scripts.load_tester.analysis.goodput_search import find_goodput, measure
 from scripts.load_tester.config import LoadtestConfig
 from scripts.load_tester.main import main
-from scripts.load_tester.output_files import FAILED, FINE, INVALID
+from scripts.load_tester.output_files import FAILED, FINE, INVALID, WRONG
 from scripts.load_tester.reporting.report import Report
 from scripts.load_tester.search_command import _sweep_status, _too_short, describe_result
 from scripts.load_tester.workload.plan import NoArrivals
@@ -24,6 +24,7 @@ def counted(
     report.service = {"good": good, "count": count, "num_free": count if free is None else free}
     report.service |= {"alone_good": alone[0], "alone_count": alone[1]}
     report.errors, report.num_measured = {"count": failed}, count
+    report.arrivals = {"count": count}
     report.reasons = []
     return report
 
@@ -113,7 +114,7 @@ def test_a_rate_that_the_client_could_not_send_does_not_count_as_held() -> None:
     found = find_goodput(run, 4.0, 0.9, 3)
     assert 8 <= found.best <= 10
     high = min(point.rate for point in found.points if not point.is_valid)
-    assert found.why == f"at {high:.4g}/s the client could not keep up", "that is no limit of the server"
+    assert found.why == f"at {high:.4g}/s the runs are invalid", "that is no limit of the server"
     assert next(point.rate for point in found.points if not point.is_valid) == 16.0
     again = counted(100, 100)
     again.reasons = ["the client could not keep up"]
@@ -135,6 +136,9 @@ def test_a_run_shorter_than_ten_responses_gets_a_warning() -> None:
     assert "sends for 2 s, and a response takes 0.4 s" in _too_short(point)
     report.latency = {"e2e": {"p50": 0.2}}
     assert not _too_short(point)
+    sessions = counted(60, 60)  # fifteen, of four turns each
+    sessions.arrivals, sessions.latency = {"count": 15}, {"e2e": {"p50": 0.1}}
+    assert "sends for 0.5 s, and" in _too_short(measure(lambda *_: sessions, 30.0, 0.9))
 
 
 def test_the_status_of_a_sweep_follows_from_its_runs() -> None:
@@ -168,6 +172,11 @@ def test_options_that_a_sweep_ignores_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="--sweep"):
             LoadtestConfig(**words)  # type: ignore[arg-type]
+
+
+def test_a_sweep_with_a_rate_at_which_nothing_arrives_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url=http://127.0.0.1:9", "--sweep=50,0.001", "--duration=1s"]) == WRONG
+    assert "no request arrives within --duration" in capsys.readouterr().err
 
 
 def test_a_search_needs_a_single_first_rate() -> None:

@@ -139,8 +139,8 @@ def find_goodput(run: Run, start: float, target: float, steps: int) -> SearchRes
         point = measure(run, middle, target)
         points.append(point)
         low, high = (middle, high) if point.holds else (low, middle)
-    is_client = any(point.rate == high and not point.is_valid for point in points)
-    return SearchResult(low, points, f"at {high:.4g}/s the client could not keep up" if is_client else "")
+    is_invalid = any(point.rate == high and not point.is_valid for point in points)
+    return SearchResult(low, points, f"at {high:.4g}/s the runs are invalid" if is_invalid else "")
 
 
 def measure(run: Run, rate: float, target: float) -> RatePoint:
