@@ -193,7 +193,7 @@ class _Run:
         window = self._throughput_window(begin_s, end_s, records)
         return Report(
             config=config_figures(config),
-            server={"model": server.model, "kind": server.kind, **server.details},
+            server={**server.details, "model": config.model or server.model, "kind": server.kind},
             started_at=started_at,
             notes=[*plan.notes, *scraper.notes, *([] if config.stream else [NOT_STREAMED])],
             length_s=result.ended_at - result.start_at,

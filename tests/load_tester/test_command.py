@@ -107,6 +107,12 @@ def test_a_header_goes_with_every_request_and_replaces_the_default(tmp_path: Pat
     assert report.server["model"] == "mock" and report.errors["count"] == 0
 
 
+def test_a_report_names_the_model_that_was_asked_for(tmp_path: Path) -> None:
+    with mock_server(tmp_path) as server:
+        report = load(server, num_requests=1, output_len="1", endpoint="generate", model="adapter")
+    assert report.server["model"] == server.truth[0]["body"]["model"] == "adapter"
+
+
 def test_a_self_signed_certificate_is_refused_unless_trusted_or_unchecked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

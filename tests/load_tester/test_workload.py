@@ -231,8 +231,8 @@ def test_each_endpoint_has_its_own_body() -> None:
         "ignore_eos": True, "return_token_ids": True, "user": "t", "priority": 1, "deadline_ms": 50.0,
         "priority_class": "high",
     }  # fmt: skip
-    native = json.loads(prompts(endpoint="generate").body(planned))
-    assert len(native["input_ids"]) == 3 and native["sampling_params"]["max_new_tokens"] == 7
+    native = json.loads(prompts(endpoint="generate", model="m").body(planned))
+    assert (len(native["input_ids"]), native["sampling_params"]["max_new_tokens"], native["model"]) == (3, 7, "m")
     plain = json.loads(prompts(ignores_eos=False, is_stream=False, common={"top_p": 0.5}).body(planned))
     assert "ignore_eos" not in plain and "stream_options" not in plain and plain["top_p"] == 0.5
 

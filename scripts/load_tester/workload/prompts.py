@@ -109,8 +109,6 @@ class RequestBodies:
             fields: dict[str, Any] = {"sampling_params": sampling, "stream": self.is_stream}
         else:
             fields = {"max_tokens": planned.num_output, "temperature": 0, "stream": self.is_stream}
-            if self.model:
-                fields["model"] = self.model
             if self.is_stream:
                 fields["stream_options"] = {"include_usage": True}
             if self.ignores_eos:
@@ -119,6 +117,8 @@ class RequestBodies:
                 fields["return_token_ids"] = True
             if planned.tenant and not self.tenant_in_header:
                 fields["user"] = planned.tenant
+        if self.model:
+            fields["model"] = self.model
         if planned.priority is not None:
             fields["priority"] = planned.priority
         if planned.priority_class:
