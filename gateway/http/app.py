@@ -56,6 +56,9 @@ OTHER_PATHS = {
     "/reset_prefix_cache": "/flush_cache",
 }
 
+#: Headers of answers that web pages of other origins may read.
+READABLE_HEADERS = "x-request-id request-id retry-after traceparent idempotent-replayed x-baton-ignored".split()
+
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
@@ -116,7 +119,7 @@ def make_app(
             allow_origins=services.config.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=READABLE_HEADERS,
         )
     for plugin in plugins:
         plugin(app)
