@@ -45,8 +45,6 @@ def _problems(schema: Any, *, is_map: bool = False) -> Iterator[str]:
     if isinstance(schema, list):
         for child in schema:
             yield from _problems(child)
-    if isinstance(schema, (int, float)) and _double(schema) <= -_LIMIT:
-        yield _sentence("the number", schema)
     if not isinstance(schema, _Object):
         return
     kinds = [value for name, value in schema.members if name == "type" and isinstance(value, (str, list))]
@@ -74,14 +72,13 @@ def _is_written_exactly(number: int | float) -> bool:
 
 
 def _allows_others(name: str, bound: int | float) -> bool:
-    """Whether the bound of a range, once rounded, allows integers that it forbids."""
-    rounded = _double(bound)
-    if abs(rounded) >= _LIMIT:  # becomes the last integer of 64 bits
-        return (rounded > 0) == (name in _LOWER)
-    if name.startswith("exclusive"):  # the next integer is found by adding 1.0
-        following = int(bound) + (1 if name in _LOWER else -1)
-        return rounded != bound or _double(following) != following
-    return rounded < bound if name in _LOWER else rounded > bound
+    """Whether a range allows integers that its bound forbids."""
+    end = _double(bound)  # the first or the last integer of the range, as llguidance has it
+    if name.startswith("exclusive") and end.is_integer():
+        step = 1 if name in _LOWER else -1
+        end, bound = end + step, int(bound) + step
+    end = min(max(end, -_LIMIT), _LAST)
+    return end < bound if name in _LOWER else end > bound
 
 
 def _double(number: int | float) -> float:
