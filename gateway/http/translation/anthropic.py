@@ -44,6 +44,9 @@ FIELD_NAMES = {
     "reasoning_effort": "output_config.effort",
     "thinking_budget": "thinking.budget_tokens",
 }
+#: Begins the first block of Claude Code's system prompt. It differs in each request, so no prefix would be found in the
+#: cache.
+BILLING_HEADER = "x-anthropic-billing-header:"
 
 
 def field_names(body: CountTokensRequest) -> dict[str, str]:
@@ -57,7 +60,8 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     ``max_tokens`` is left out: it is an upper bound here, which may exceed what fits behind the prompt.
     """
     choice, is_parallel = _tool_choice(body)
-    messages = [] if not body.system else [ChatMessage(role="system", content=_system(body.system))]
+    system = _system(body.system)
+    messages = [ChatMessage(role="system", content=system)] if system else []
     messages += to_messages(body.messages)
     is_continued = bool(messages) and messages[-1].role == "assistant"
     if is_continued and not messages[-1].content:
@@ -171,10 +175,11 @@ def _text_part(block: ContentBlock, where: str) -> Part:
     return Part(type="text", text=_text(block, where))
 
 
-def _system(system: str | list[ContentBlock]) -> str | list[Part]:
-    if isinstance(system, str):
+def _system(system: str | list[ContentBlock] | None) -> str | list[Part] | None:
+    if not isinstance(system, list):
         return system
-    return [_text_part(block, f"system[{i}]") for i, block in enumerate(system)]
+    blocks = [(i, block) for i, block in enumerate(system) if not (block.text or "").startswith(BILLING_HEADER)]
+    return [_text_part(block, f"system[{i}]") for i, block in blocks]
 
 
 # ---- tools, thinking, formats ----------------------------------------------------------------------------------------

@@ -56,6 +56,13 @@ def test_the_system_prompt_comes_first(system):
     assert found == [{"role": "system", "content": "Be kind."}, USER]
 
 
+def test_what_claude_code_writes_for_the_bill_is_left_out_of_the_system_prompt():
+    bill = text("x-anthropic-billing-header: cc_version=2.1.197.3d9; cc_entrypoint=cli; cch=74943;")
+    assert messages_of(USER, system=[bill, text("Be kind.")]) == [{"role": "system", "content": "Be kind."}, USER]
+    assert messages_of(USER, system=[bill]) == [USER]
+    assert refused(system=[bill, {"type": "image"}]) == ("system[1].type", ErrorCode.NOT_SUPPORTED)
+
+
 def test_a_turn_with_thinking_text_and_calls_and_the_results_behind_it():
     found = messages_of(
         USER,
