@@ -20,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.errors import ConfigError, ErrorCode, reason_of
+from common.errors import ConfigError, ErrorCode, RequestError, reason_of
 from gateway.http.protocol.decoding import refuse, value_of_either
 from gateway.http.protocol.native import TokenizeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, ChatMessage, Part, ToolCall, ToolField
@@ -31,6 +31,13 @@ MAX_TEMPLATE_KWARGS = 256
 MAX_TOOLS_BYTES = 1 << 20
 #: Marks the end of the final message's content while a template renders it; templates may trim content.
 END_MARK = "[[the final message continues here]]"
+#: A chat with a second system message, which some templates refuse or leave out.
+LATE_SYSTEM = "[[a later system message]]"
+LATE_SYSTEM_CHAT = (
+    {"role": "system", "content": "a"},
+    {"role": "user", "content": "b"},
+    {"role": "system", "content": LATE_SYSTEM},
+)
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *TOKEN_NAMES})
 
 ChatBody = ChatCompletionRequest | TokenizeRequest
@@ -108,6 +115,7 @@ class ChatTemplate:
     Attributes:
         source: its text, from which the formats of tool calls and reasoning are recognised.
         form: what it expects of messages.
+        shows_late_system: it shows system messages behind the first message, too.
     """
 
     def __init__(
@@ -126,6 +134,7 @@ class ChatTemplate:
         self.form = MessageForm.of(source)
         self.with_tools = with_tools
         self._special_tokens = dict(special_tokens)
+        self.shows_late_system = self._shows_late_system()
 
     @classmethod
     def load(cls, folder: Path, file: Path | None = None) -> "ChatTemplate | None":
@@ -170,6 +179,12 @@ class ChatTemplate:
                 what = "tool calls of earlier turns"
             text = f"the model's chat template cannot render {what}: {error}{remedy}"
             raise refuse(text, "messages") from error
+
+    def _shows_late_system(self) -> bool:
+        try:
+            return LATE_SYSTEM in self.render(LATE_SYSTEM_CHAT)
+        except RequestError:
+            return False
 
 
 def _read_template(file: Path, place: str) -> str:
@@ -242,6 +257,8 @@ def render_chat(template: ChatTemplate, body: ChatBody) -> str:
     if "tools" in variables:
         template = template.with_tools or template
     plain = [_plain_message(message, template.form, f"messages[{i}]") for i, message in enumerate(messages)]
+    if not template.shows_late_system:
+        plain = _without_late_system(plain)
     if body.continue_final_message:
         plain[-1]["content"] = (plain[-1]["content"] or "") + END_MARK
         return _cut_at_end_mark(template.render(plain, variables, add_generation_prompt=False))
@@ -337,6 +354,27 @@ def _plain_message(message: ChatMessage, form: MessageForm, param: str) -> dict[
         if form.has_thinking and (is_of_calls_alone or not message.tool_calls):
             plain["thinking"] = reasoning  # with calls and content the template refuses it
     return plain
+
+
+def _without_late_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make each system message behind the first message the end of the message before it.
+
+    Behind an assistant message it becomes a message of the user, together with the one that follows.
+    """
+    groups = [[messages[0]]]
+    for message in messages[1:]:
+        role, first = message["role"], groups[-1][0]["role"]
+        is_late_first = first == "system" and len(groups) > 1
+        if (role == "system" and first != "assistant") or (role == "user" and is_late_first):
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    for i, (message, *others) in enumerate(groups):
+        if others:
+            message["content"] = "\n\n".join([message["content"], *(other["content"] for other in others)])
+        if i and message["role"] == "system":
+            message["role"] = "user"
+    return [group[0] for group in groups]
 
 
 def _check_message(message: ChatMessage, param: str) -> None:

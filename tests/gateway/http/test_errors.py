@@ -367,7 +367,9 @@ async def test_a_chat_of_many_messages_parts_calls_or_documents_is_rendered_on_a
             threads.append(threading.current_thread())
             return messages[0]["content"]
 
-    async with running(folder, fields={"chat_template": Template("", {})}) as stack:
+    template = Template("", {})
+    threads.clear()
+    async with running(folder, fields={"chat_template": template}) as stack:
         body = {"messages": messages, "documents": [{"text": "Hi"}] * num_documents}
         status, answer = await stack.post("/tokenize", body)
     assert (status, answer["count"]) == (200, len("Hi") if len(messages) > 1 else 11 * len("Hi\n") - 1)

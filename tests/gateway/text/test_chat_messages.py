@@ -90,6 +90,39 @@ def test_assistant_turns_may_lack_content(message, seen):
     assert shown(USER, {"role": "assistant", **message})["messages"][1] == {"role": "assistant", **seen}
 
 
+SYSTEM, LATE = ({"role": "system", "content": text} for text in ("s", "late"))
+ANSWER = {"role": "assistant", "content": "a"}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "1"}
+LINES = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages[1:] if m.role == 'system' %}{{ raise_exception('only at first') }}{% endfor %}" + LINES,
+        LINES.replace("in messages", "in messages if message.role != 'system' or message == messages[0]"),
+    ],
+    ids=["refuses", "leaves out"],
+)
+@pytest.mark.parametrize(
+    ("messages", "seen"),
+    [
+        ([SYSTEM, LATE, USER], "system: s\n\nlate\nuser: Hi\n"),
+        ([SYSTEM, USER, LATE, LATE], "system: s\nuser: Hi\n\nlate\n\nlate\n"),
+        ([USER, ANSWER, RESULT, LATE], "user: Hi\nassistant: a\ntool: 1\n\nlate\n"),
+        ([USER, ANSWER, LATE, USER, ANSWER], "user: Hi\nassistant: a\nuser: late\n\nHi\nassistant: a\n"),
+        ([USER, ANSWER, LATE], "user: Hi\nassistant: a\nuser: late\n"),
+    ],
+)
+def test_a_template_of_one_system_message_shows_later_ones_with_the_message_before(template, messages, seen):
+    assert rendered(ChatTemplate(template, {}), *messages) == seen
+
+
+def test_other_templates_show_system_messages_where_they_stand():
+    expected = "system: s\nuser: Hi\nsystem: late\nuser: Hi\n"
+    assert rendered(ChatTemplate(LINES, {}), SYSTEM, USER, LATE, USER) == expected
+
+
 def test_text_parts_are_joined_by_line_breaks_and_developers_are_the_system():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]
     assert shown({"role": "developer", "content": parts})["messages"] == [{"role": "system", "content": "a\nb"}]
