@@ -140,8 +140,7 @@ def to_messages(items: Sequence[InputItem], param: str) -> list[ChatMessage]:
         where = f"{param}[{i}]"
         kind = item.type or "message"
         is_of_turn = kind in ("reasoning", "function_call") or (kind == "message" and item.role == "assistant")
-        # Reasoning and text come before the calls of a turn, so after calls they begin the next one.
-        if turn is not None and (not is_of_turn or (kind != "function_call" and (turn.calls or turn.texts))):
+        if turn is not None and (not is_of_turn or _begins_next(kind, turn)):
             messages.append(turn.message())
             turn = None
         if is_of_turn:
@@ -164,6 +163,13 @@ def without_turns(chat: ChatCompletionRequest, count: int) -> ChatCompletionRequ
     """The chat without its oldest turns; the instructions before them stay."""
     starts = turn_starts(chat.messages)
     return msgspec.structs.replace(chat, messages=chat.messages[: starts[0]] + chat.messages[starts[count] :])
+
+
+def _begins_next(kind: str, turn: AssistantTurn) -> bool:
+    """Whether an item begins the next turn. Text behind calls does not, since the results of these calls follow it."""
+    if kind == "reasoning":
+        return bool(turn.texts or turn.calls)
+    return kind == "message" and bool(turn.texts) and not turn.calls
 
 
 def _add_to_turn(turn: AssistantTurn, kind: str, item: InputItem, where: str) -> None:

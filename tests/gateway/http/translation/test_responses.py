@@ -100,6 +100,15 @@ def test_reasoning_after_calls_begins_the_next_turn():
     assert second == {"role": "assistant", "reasoning_content": "Again.", "tool_calls": [PLAIN_CALL]}
 
 
+def test_text_after_calls_does_not_part_them_from_their_results():
+    text = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I asked f."}]}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "sunny"}
+    assert messages_of(input=[CALL, text, result]) == [
+        {"role": "assistant", "content": "I asked f.", "tool_calls": [PLAIN_CALL]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+    ]
+
+
 def test_encrypted_reasoning_of_another_server_adds_nothing():
     items = [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}, CALL]
     assert messages_of(input=items) == [{"role": "assistant", "tool_calls": [PLAIN_CALL]}]
