@@ -8,7 +8,6 @@ drops the adapter when all gateways have said so and the last request on the nod
 import logging
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -45,16 +44,15 @@ class Asked(NamedTuple):
 
 
 class Read(NamedTuple):
-    """An adapter that the thread has read, or why it could not.
+    """What a change has come to: an adapter that the thread has read, or an error, or neither.
 
     Attributes:
-        was_loading: whether the thread had it; otherwise it was answered at once.
+        asked: the changes that are answered with it.
     """
 
-    asked: Asked
+    asked: list[Asked]
     adapter: "LoraWeights | None" = None
     error: str = ""
-    was_loading: bool = True
 
 
 @dataclass(slots=True)
@@ -86,7 +84,7 @@ class NodeAdapters:
         self._withdrawn: dict[str, Withdrawal] = {}  # by name
         self._unloaded: dict[str, int] = {}  # by name: the number of the change
         self._has_withdrawn = False  # since the last ``take``
-        self._loading: Counter[tuple[str, int]] = Counter()  # by name and number of the change
+        self._loading: dict[tuple[str, str, int], list[Asked]] = {}  # by name, path and number of the change
         self._read: SimpleQueue[Read] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         if config.lora_dir is not None:
@@ -141,7 +139,7 @@ class NodeAdapters:
             else:
                 self._begin_to_load(asked, message)
         except ConfigError as error:
-            self._read.put(Read(asked, error=str(error), was_loading=False))
+            self._read.put(Read([asked], error=str(error)))
 
     def _last_change(self, name: str) -> tuple[int, bool]:
         """The number of the last change, and whether it was an unload, which overrides a load of the same number."""
@@ -163,31 +161,33 @@ class NodeAdapters:
             raise ConfigError(
                 f"the adapter {name} is being unloaded; load it again when the last request with it has ended"
             )
-        num_held = len({*self._serving, name, *(loading for loading, _ in self._loading), *self._withdrawn})
+        num_held = len({*self._serving, name, *(loading for loading, _, _ in self._loading), *self._withdrawn})
         if num_held > config.max_loaded_loras:
             raise ConfigError(
                 f"this node has {num_held - 1} adapters already, which is --max-loaded-loras; unload one, or raise it"
             )
         root = Path(config.lora_dir).expanduser().resolve()
         folder = _below(root, message.path)
-        self._loading[name, message.change] += 1
-        self._thread.submit(self._load, asked, folder, root)
+        same = self._loading.setdefault((name, message.path, message.change), [])
+        same.append(asked)
+        if len(same) == 1:  # several gateways may ask for one change
+            self._thread.submit(self._load, same, folder, root)
 
-    def _load(self, asked: Asked, folder: Path, root: Path) -> None:
-        """On the thread: read an adapter, also one that is known, since several gateways may ask for the same."""
+    def _load(self, asked: list[Asked], folder: Path, root: Path) -> None:
+        """On the thread: read an adapter, also one that is known, whose content may have changed."""
         try:
             read = Read(asked, self._executor.read_adapter(folder, max_rank=self._config.max_lora_rank, root=root))
         except ConfigError as error:
             read = Read(asked, error=str(error))
         except Exception as error:
-            log.exception("the adapter %s cannot be loaded", asked.message.name)
+            log.exception("the adapter %s cannot be loaded", asked[0].message.name)
             read = Read(asked, error=f"{folder}: cannot be loaded ({type(error).__name__})")
         self._read.put(read)
         self._notify()
 
     def _begin_to_unload(self, asked: Asked, name: str) -> None:
         change = asked.message.change
-        if any(loading == name and later > change for loading, later in self._loading):
+        if any(loading == name and later > change for loading, _, later in self._loading):
             raise _overtaken(name)
         if name in self._serving:
             adapter = replace(self._serving.pop(name), change=change, is_withdrawn=True)
@@ -199,7 +199,7 @@ class NodeAdapters:
             withdrawal.asked.append(asked)
         else:
             self._note_unloaded(name, change)
-            self._read.put(Read(asked, was_loading=False))  # a node that does not have it is as it should be
+            self._read.put(Read([asked]))  # a node that does not have it is as it should be
 
     def _note_unloaded(self, name: str, change: int) -> None:
         self._unloaded.pop(name, None)
@@ -230,7 +230,7 @@ class NodeAdapters:
         while not self._read.empty():
             read = self._read.get()
             error = self._finish_load(read)
-            answers.append((read.asked.link, self._answer(read.asked, error)))
+            answers += [(asked.link, self._answer(asked, error)) for asked in read.asked]
         if self._has_withdrawn:
             self._has_withdrawn = False
             answers.append((None, self.state))
@@ -246,10 +246,9 @@ class NodeAdapters:
 
     def _finish_load(self, read: Read) -> str:
         """Serve an adapter that has been read. Return why it is not, or an empty text."""
-        message = read.asked.message
+        self._loading = {change: asked for change, asked in self._loading.items() if asked is not read.asked}
+        message = read.asked[0].message
         name = message.name
-        if read.was_loading:
-            self._loading -= Counter([(name, message.change)])
         if read.adapter is None or not isinstance(message, LoadAdapter):
             return read.error
         served = self._serving.get(name)

@@ -262,11 +262,12 @@ def begin_two_loads(node: Node) -> None:
         node.adapters.begin(LINK, LoadAdapter("a", "a", 2, number))
 
 
-def test_several_gateways_may_load_one_adapter(folder: Path) -> None:
+def test_an_adapter_that_several_gateways_have_loaded_is_read_once(folder: Path) -> None:
     node = Node(folder, max_loaded_loras=1)
     begin_two_loads(node)
     assert answers_of_two_loads(node) == [(1, ""), (2, "")]
     assert node.names == ["a"]
+    assert len(node.engine.read) == 1
 
 
 @pytest.mark.parametrize("is_served", [False, True])
