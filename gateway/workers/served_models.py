@@ -83,6 +83,11 @@ class ServedModels:
         """Whether a request for one of them can be served."""
         return any(model.is_ready for model in self)
 
+    @property
+    def by_readiness(self) -> list[ServedModel]:
+        """Those that nodes can serve come first: what the others have may be on nodes that never come back."""
+        return sorted(self, key=lambda model: not model.is_ready)
+
     def base(self, name: str | None, param: str) -> ServedModel:
         """The model with this name, or the default.
 
@@ -115,7 +120,7 @@ class ServedModels:
         model = self._by_name.get(name)
         if model is not None:
             return model
-        for model in self:
+        for model in self.by_readiness:
             if name in model.pool.registry.adapters:
                 return replace(model, adapter=model.pool.registry.adapters[name])
         return None

@@ -55,7 +55,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
     )
     async def unload_adapter(data: Body) -> Response:
         body = decode(UnloadLoraRequest, data)
-        model = next((one for one in models if one.pool.registry.knows_adapter(body.lora_name)), None)
+        model = next((one for one in models.by_readiness if one.pool.registry.knows_adapter(body.lora_name)), None)
         if model is None:
             message = f"no node has the adapter {body.lora_name!r}"
             raise refuse(message, "lora_name", ErrorCode.MODEL_NOT_FOUND)

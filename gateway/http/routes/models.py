@@ -38,7 +38,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
 
     @router.get("/v1/models", **described(ModelList, summary="List the served models"))
     async def list_models() -> Response:
-        adapters = (name for model in services.models for name in model.pool.registry.adapters)
+        adapters = dict.fromkeys(name for model in services.models for name in model.pool.registry.adapters)
         data = [entry(model) for model in (*services.models, *map(services.models.named, adapters))]
         answer = ModelList(object="list", data=data, first_id=data[0].id, last_id=data[-1].id, has_more=False)
         return JsonResponse(answer)

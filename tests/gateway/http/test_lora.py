@@ -319,6 +319,21 @@ async def lost(stack, node):
         await asyncio.sleep(0.01)
 
 
+async def test_a_model_whose_nodes_are_lost_does_not_hide_an_adapter_of_another_model(folder):
+    async with running(folder, also_serve=(f"b={folder}",), recovery_timeout=0.1) as stack:
+        for node in await stack.pair(adapters=(adapter("sql", "old"),)):
+            await node.kill()
+            await lost(stack, node)
+        later = adapter("sql", "new")
+        nodes = await stack.pair(model="b", adapters=(later,))
+        assert await names(stack) == ["tiny", "b", "sql"]
+        assert (await stack.get("/v1/models/sql"))[1]["parent"] == "b"
+        assert (await stack.post("/v1/completions", ASK))[0] == 200
+        assert {generate.adapter for generate in nodes[1].generates.values()} == {later.id}
+        _, answer = await stack.post(UNLOAD, {"lora_name": "sql"})
+        assert [row["name"] for row in answer["nodes"]] == ["prefill", "decode"]
+
+
 async def test_a_retry_with_a_key_gets_its_outputs_after_the_adapter_has_been_withdrawn(stack):
     await stack.post(LOAD, SQL)
     stack.silence()
