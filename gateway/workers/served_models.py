@@ -127,10 +127,12 @@ class ServedModels:
 
     def refusal(self, name: str) -> RequestError:
         """Why there is no model with this name: the gateway does not serve it, or no nodes that can serve a request
-        together have the same adapter of this name."""
+        together have the same adapter of this name, or no nodes have come that could have one."""
         for model in self:
             if error := model.pool.registry.refuse_adapter(name):
                 return error
+        if not (self.is_ready or any(model.pool.registry.is_withdrawn(name) for model in self)):
+            return self.default.pool.no_route()
         adapters = [adapter for known in self for adapter in known.pool.registry.adapters]
         return self._unknown(name, [*self._by_name, *adapters], "model")
 

@@ -334,6 +334,18 @@ async def test_a_model_whose_nodes_are_lost_does_not_hide_an_adapter_of_another_
         assert [row["name"] for row in answer["nodes"]] == ["prefill", "decode"]
 
 
+async def test_before_nodes_have_come_any_name_may_be_that_of_an_adapter(folder):
+    async with running(folder) as stack:
+
+        async def refusals():
+            answers = await stack.post("/v1/completions", ASK), await stack.get("/v1/models/sql")
+            return [(status, answer["error"]["code"]) for status, answer in answers]
+
+        assert await refusals() == [(503, "no_route")] * 2
+        await stack.pair()
+        assert await refusals() == [(404, "model_not_found")] * 2
+
+
 async def test_a_retry_with_a_key_gets_its_outputs_after_the_adapter_has_been_withdrawn(stack):
     await stack.post(LOAD, SQL)
     stack.silence()
