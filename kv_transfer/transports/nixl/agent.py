@@ -67,6 +67,14 @@ class ProbeMemory:
         """Descriptor of an area's bytes that come back."""
         return self.region.run(2 * PROBE_BYTES * area + PROBE_BYTES, PROBE_BYTES)
 
+    def enter_context(self) -> None:
+        """Make the context of the memory's GPU current in this thread, by a copy of one byte.
+
+        A thread begins without one, and UCX would then load a reader without its keys for CUDA IPC.
+        """
+        if self.is_direct:
+            self._memory[:1].cpu()
+
     def put(self, area: int, sent: bytes) -> None:
         """Write what is to go out, and clear what comes back."""
         start = 2 * PROBE_BYTES * area

@@ -218,6 +218,7 @@ class NixlReader(ReaderTransport):
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _progress(self) -> None:
+        self._probe.enter_context()
         while self._is_open:
             for agent in filter(None, (self._agent, self._old)):
                 agent.progress()

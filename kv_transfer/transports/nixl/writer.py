@@ -258,6 +258,7 @@ class NixlWriter(WriterTransport):
 
     def _run(self) -> None:
         """Make every call to NIXL but those of ``_write_here`` and of ``_sweep`` in ``poll``."""
+        self._agent.probe.enter_context()
         attaching: list[PeerState] = []
         writes: list[Write] = []
         while True:

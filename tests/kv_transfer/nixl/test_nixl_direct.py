@@ -5,6 +5,7 @@ is unchanged.
 """
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from kv_transfer.page_store import PageStore
 from kv_transfer.transports.base import Attached
 from kv_transfer.transports.factory import TransportSettings, open_reader, open_writer
 from kv_transfer.transports.nixl import agent as nixl
+from kv_transfer.transports.nixl.handshake import Handshake
 from kv_transfer.transports.nixl.reader import NixlReader
 from kv_transfer.transports.nixl.writer import NixlWriter
 
@@ -102,6 +104,27 @@ def test_pages_arrive_if_either_pool_or_both_are_direct(
     assert (ours.num_exported, theirs.num_landed) == (0 if directs[0] else 2, 0 if directs[1] else 2)
     assert any(theirs.memory[:]) is not directs[1], "host memory was used by a direct pool, or not used by another"
     assert reader.store.is_in_place is directs[1]
+
+
+def test_threads_that_call_nixl_enter_the_context_of_the_gpu_first(
+    pair: Callable[..., tuple[NixlWriter, NixlReader]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: dict[str, list[str]] = {}
+
+    def note(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def noted(self: Any, *arguments: Any) -> Any:
+            calls.setdefault(threading.current_thread().name, []).append(name)
+            return method(self, *arguments)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for owner, name in ((nixl.ProbeMemory, "enter_context"), (nixl.Agent, "progress"), (Handshake, "_load")):
+        note(owner, name)
+    pair(DeviceStore(), DeviceStore(), directs=(True, True))
+    assert calls["nixl-send"][:2] == ["enter_context", "_load"]
+    assert calls["nixl-receive"][:2] == ["enter_context", "progress"]
 
 
 def test_a_slice_of_a_page_goes_directly(pair: Callable[..., tuple[NixlWriter, NixlReader]]) -> None:
