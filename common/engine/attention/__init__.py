@@ -60,7 +60,7 @@ def resolve_attention(name: str, device: torch.device, layout: PageLayout) -> st
     if name == "auto":
         if device.type == "cpu":
             return "torch" if cpu_conflict(layout) else "cpu"
-        name = "triton" if find_spec("triton") else "torch"
+        name = "triton" if find_spec("triton") and not _is_old(device) else "torch"
     if name not in BACKENDS:
         raise ConfigError(f"--attention-backend {name}: unknown; give auto, {', '.join(BACKENDS)}")
     reason = _conflict(name, device, layout)
@@ -95,6 +95,8 @@ def _conflict(name: str, device: torch.device, layout: PageLayout) -> str:
             return "the package triton is missing; install it, or give auto or torch"
         if is_cpu and not has_interpreter():
             return "runs on CUDA; give auto or cpu (TRITON_INTERPRET=1 runs its kernels slowly on the CPU, for tests)"
+        if _is_old(device):
+            return "needs a GPU of compute capability 8.0 or newer: give auto or torch"
     if name == "flash-attn":
         if is_cpu:
             return "runs on CUDA; give auto or cpu"
@@ -140,6 +142,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda" or not torch.cuda.is_available():
         return (0, 0)
     return torch.cuda.get_device_capability(device)
+
+
+def _is_old(device: torch.device) -> bool:
+    """Whether a GPU is older than those for which Triton is made, and has too little shared memory for our tiles."""
+    return (0, 0) < _capability(device) < (8, 0)
 
 
 def make_attention(name: str, pool: KVPool, num_heads: int, params: LayerParams | None = None) -> AttentionBackend:

@@ -268,6 +268,15 @@ def test_auto_takes_triton_on_cuda_and_torch_without_the_package(monkeypatch: py
         resolve_attention("triton", CUDA, LAYOUT)
 
 
+def test_auto_takes_torch_on_a_gpu_that_is_older_than_triton_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.engine.attention._capability", lambda _: (7, 5))
+    assert resolve_attention("auto", CUDA, LAYOUT) == "torch"
+    with pytest.raises(ConfigError, match=r"--attention-backend triton: needs a GPU of compute capability 8\.0"):
+        resolve_attention("triton", CUDA, LAYOUT)
+    monkeypatch.setattr("common.engine.attention._capability", lambda _: (8, 0))
+    assert resolve_attention("auto", CUDA, LAYOUT) == "triton"
+
+
 def test_triton_on_the_cpu_is_refused_outside_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ConfigError, match=r"--attention-backend triton: runs on CUDA"):
