@@ -43,7 +43,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         answer = ModelList(object="list", data=data, first_id=data[0].id, last_id=data[-1].id, has_more=False)
         return JsonResponse(answer)
 
-    @router.get("/v1/models/{name:path}", **described(Model, summary="Describe a model"))
+    @router.get("/v1/models/{name:path}", **described(Model, summary="Describe a model", errors=(503,)))
     async def get_model(name: str) -> Response:
         if not name:
             raise HTTPException(404)

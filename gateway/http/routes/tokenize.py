@@ -57,7 +57,10 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         answer = texts if is_batch else texts[0]
         return JsonResponse(Detokenized(text=answer, prompt=answer))
 
-    @router.get("/tokenizer_info", **described(TokenizerInfo, summary="Special tokens and chat template (vLLM)"))
+    @router.get(
+        "/tokenizer_info",
+        **described(TokenizerInfo, summary="Special tokens and chat template (vLLM)", errors=(503,)),
+    )
     async def tokenizer_info(model: str | None = None) -> Response:
         served = services.models.named(model)
         template = served.chat_template
