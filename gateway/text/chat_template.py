@@ -31,10 +31,10 @@ MAX_TEMPLATE_KWARGS = 256
 MAX_TOOLS_BYTES = 1 << 20
 #: Marks the end of the final message's content while a template renders it; templates may trim content.
 END_MARK = "[[the final message continues here]]"
-#: A chat with a second system message, which some templates refuse or leave out.
-LATE_SYSTEM = "[[a later system message]]"
+#: A chat with two system messages. Some templates refuse the second one or leave it out, DeepSeek-R1's the first one.
+FIRST_SYSTEM, LATE_SYSTEM = "[[the first system message]]", "[[a later system message]]"
 LATE_SYSTEM_CHAT = (
-    {"role": "system", "content": "a"},
+    {"role": "system", "content": FIRST_SYSTEM},
     {"role": "user", "content": "b"},
     {"role": "system", "content": LATE_SYSTEM},
 )
@@ -115,7 +115,7 @@ class ChatTemplate:
     Attributes:
         source: its text, from which the formats of tool calls and reasoning are recognised.
         form: what it expects of messages.
-        shows_late_system: it shows system messages behind the first message, too.
+        shows_late_system: it shows system messages behind the first message, and the first one with them.
     """
 
     def __init__(
@@ -182,9 +182,10 @@ class ChatTemplate:
 
     def _shows_late_system(self) -> bool:
         try:
-            return LATE_SYSTEM in self.render(LATE_SYSTEM_CHAT)
+            text = self.render(LATE_SYSTEM_CHAT)
         except RequestError:
             return False
+        return FIRST_SYSTEM in text and LATE_SYSTEM in text
 
 
 def _read_template(file: Path, place: str) -> str:

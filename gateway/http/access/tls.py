@@ -19,7 +19,7 @@ def make_tls_context(cert: str, key: str) -> ssl.SSLContext:
     """
     for flag, path in (("--tls-cert", cert), ("--tls-key", key)):
         try:
-            # Its content is lost when it is opened twice. A pipe of the shell, <(...), has no real path, and works.
+            # Opened a second time, a named pipe is empty. A pipe of the shell, <(...), has no real path, and works.
             if Path(os.path.realpath(path)).is_fifo():
                 raise ConfigError(f"{flag} {path} is a named pipe; name a regular file")
             with open(path, "rb") as file:

@@ -101,8 +101,12 @@ LINES = "{% for message in messages %}{{ message.role }}: {{ message.content }}\
     [
         "{% for m in messages[1:] if m.role == 'system' %}{{ raise_exception('only at first') }}{% endfor %}" + LINES,
         LINES.replace("in messages", "in messages if message.role != 'system' or message == messages[0]"),
+        "{% set last = namespace() %}"
+        "{% for m in messages if m.role == 'system' %}{% set last.text = m.content %}{% endfor %}"
+        "{% if last.text %}system: {{ last.text }}\n{% endif %}"
+        + LINES.replace("in messages", "in messages if message.role != 'system'"),
     ],
-    ids=["refuses", "leaves out"],
+    ids=["refuses", "leaves out", "leaves out the first"],
 )
 @pytest.mark.parametrize(
     ("messages", "seen"),
