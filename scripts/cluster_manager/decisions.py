@@ -111,7 +111,7 @@ def _role_to_upgrade(desired: Desired, staying: Sequence[Instance]) -> Role | No
         mine = [found for found in staying if found.role == role and not found.is_silent]
         if desired.counts[role] > 0 and any(found.revision < desired.revision for found in mine):
             return role
-        if any(found.phase is not Phase.READY for found in mine):
+        if len(mine) < desired.counts[role] or any(found.phase is not Phase.READY for found in mine):
             return None
     return None
 

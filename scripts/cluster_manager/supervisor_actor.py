@@ -31,7 +31,8 @@ from scripts.cluster_manager.state import NAMESPACE, ClusterState, InstanceRecor
 from scripts.cluster_manager.status import Row, Status
 
 TICK_S, ANSWER_S, RETRY_S = 0.5, 1.0, 2.0
-#: Gateways without nodes count as ready once none has had nodes for so long; a slow answer or a restart takes less.
+#: Gateways without nodes count as ready once none has had nodes for so long: longer than a slow answer, or a gateway's
+#: restart, takes.
 UNSERVED_S = 60.0
 MAX_EVENTS = 1_000
 
@@ -188,7 +189,8 @@ class ClusterSupervisor:
             live = asked[question]
             before = live.phase
             live.take_answer(has_serving_gateway=now - self._served_at < UNSERVED_S)
-            if live.record.role == "gateway" and live.phase is Phase.READY and live.report and live.report.is_ready:
+            has_nodes = live.phase is Phase.READY and live.report and live.report.is_ready
+            if live.record.role == "gateway" and has_nodes and live.silent_since is None:  # its report is of now
                 self._served_at = now
             if live.phase is not before:
                 self._on_change(live)

@@ -189,6 +189,8 @@ def test_fewer_are_left_although_the_new_one_of_an_upgrade_is_not_ready() -> Non
 def test_a_group_is_upgraded_once_those_before_it_are_ready() -> None:
     placing = [one("gateway-1", PLACING, 2), *SETTLED[1:]]
     assert plan(desired(revision=2), placing, 1_000.0) == []
+    replaced = [one("gateway-0", PLACING), *SETTLED[1:]]
+    assert plan(desired(revision=2), replaced, 0.0) == [Stop("gateway-0"), Start("gateway")]
     assert plan(desired(revision=2), [one("gateway-1", READY, 2), *SETTLED[1:]], 0.0) == [Start("prefill")]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from support.service.fake_ray import HEALTHY, FakeCluster, fake_cluster, group
 
 from common.errors import ConfigError
@@ -89,6 +89,17 @@ def test_an_upgrade_keeps_the_gateway_that_has_nodes(cluster: FakeCluster, is_re
         cluster.ray.actors["baton/gateway-0"].answer = HEALTHY
     cluster.run(supervisor)
     assert states(supervisor) == waiting
+
+
+def test_an_upgrade_goes_on_although_the_gateway_that_had_nodes_cannot_be_reached(cluster: FakeCluster) -> None:
+    supervisor = cluster.supervisor()
+    cluster.run(supervisor)
+    cluster.ray.first_answers["gateway"] = NO_NODES
+    assert supervisor.upgrade(None) == ""
+    cluster.run(supervisor)
+    cluster.ray.actors["baton/gateway-0"].answer = ActorUnavailableError("cut off", None)
+    cluster.run(supervisor, 122)
+    assert states(supervisor)["gateway-1"] == "ready"
 
 
 # ---- mistakes that only Ray sees ------------------------------------------------------------------------------------
