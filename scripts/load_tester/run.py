@@ -193,7 +193,7 @@ class _Run:
         window = self._throughput_window(begin_s, end_s, records)
         return Report(
             config=config_figures(config),
-            server={**server.details, "model": config.model or server.model, "kind": server.kind},
+            server={"model": config.model or server.model, "kind": server.kind, **server.details},
             started_at=started_at,
             notes=[*plan.notes, *scraper.notes, *([] if config.stream else [NOT_STREAMED])],
             length_s=result.ended_at - result.start_at,

@@ -32,7 +32,7 @@ class ServerInfo:
 
     Attributes:
         kind: owner of the model as listed: baton, llamacpp, vllm, sglang.
-        details: version, model and limits, for the report.
+        details: version and limits, for the report.
     """
 
     model: str | None
@@ -68,7 +68,7 @@ def fetch_server_info(url: str, headers: Headers, *, verify_tls: bool = True) ->
     limits = server.get("limits") if isinstance(server.get("limits"), dict) else {}
     said = ((limits or {}).get("vocab_size"), (meta or {}).get("n_vocab"), _vocab_of(first.get("root")))
     vocab = next((size for size in said if isinstance(size, int) and MIN_VOCAB <= size <= MAX_VOCAB), None)
-    details = {name: server[name] for name in ("version", "model", "limits") if name in server}
+    details = {name: server[name] for name in ("version", "limits") if name in server}
     model = first.get("id")
     return ServerInfo(model if isinstance(model, str) else None, vocab, str(first.get("owned_by", "")), details)
 
