@@ -27,14 +27,14 @@ SCHEMA: dict[str, Any] = {
 PATTERN = r"[A-Z][a-z]{2,9}( [a-z]{2,9}){6,12}[.!?]"
 LIST = 'root ::= item (", " item){3,8}\nitem ::= [a-z]{3,9}\n'
 SAMPLING: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "top_k": 40, "seed": 3}]
-ROOMY, TINY = {"max_total_tokens": 8192}, {"max_total_tokens": 224}
+ROOMY, TINY = {"max_total_tokens": 8192}, {"max_total_tokens": 144}
 
 
 def requests() -> list[dict[str, Any]]:
     """Every kind of structured output with every way of sampling, after prompts of different lengths."""
     kinds = [{"json_schema": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}, {"regex": PATTERN}, {"ebnf": LIST}]
     return [
-        {"text": "Speak, " * (number + 1), "sampling_params": {"max_new_tokens": 150, **kind, **sampling}}
+        {"text": "Speak, " * (number + 1), "sampling_params": {"max_new_tokens": 100, **kind, **sampling}}
         for number, (kind, sampling) in enumerate((kind, sampling) for kind in kinds for sampling in SAMPLING)
     ]
 
