@@ -86,6 +86,9 @@ class RequestChecks:
         if method not in SAFE_METHODS and ("origin" in headers or "sec-fetch-site" in headers):
             self._origins.check(headers)
         caller = ANYONE
+        if HEADER in headers and sum(name == HEADER.encode() for name, _ in scope["headers"]) > 1:
+            message = f"{HEADER}: was sent twice; a proxy must replace the header of its client, not add another one"
+            raise RequestError(ErrorCode.INVALID_REQUEST, message, param=HEADER)
         if self._authenticator.has_keys or HEADER in headers:
             is_open = path in OPEN_PATHS or path.startswith(STATIC)
             caller = self._authenticator.caller(headers, is_open=is_open)

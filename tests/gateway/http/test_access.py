@@ -59,3 +59,12 @@ async def test_routes_refused_by_name_need_a_key_too(stack):
 async def test_ending_all_requests_needs_an_admin(stack):
     for caller, status in (("nothing", 401), ("user", 403), ("admin", 200)):
         assert (await stack.post("/abort_request", {"abort_all": True}, **KEYS[caller]))[0] == status
+
+
+async def test_a_tenant_that_a_proxy_adds_to_that_of_its_client_is_refused(folder):
+    async with running(folder, tenant_header=True) as stack:
+        for tenants, status in ((["a"], 200), (["a", "b"], 400), (["b", "a"], 400)):
+            headers = [("x-baton-tenant", tenant) for tenant in tenants]
+            async with stack.client.get(f"{stack.url}/v1/models", headers=headers) as answer:
+                assert answer.status == status
+                assert status == 200 or (await answer.json())["error"]["param"] == "x-baton-tenant"
