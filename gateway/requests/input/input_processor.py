@@ -162,7 +162,7 @@ class InputProcessor:
             make = partial(chat_output, body, model.formats, model.tokenizer, text, context.output)
             output = await self._tokenizer.on_thread(make) if tools_size(body) > LARGE_TOOLS else make()
             if output.grammar != context.output.grammar:
-                await self._check_calls(body, output.grammar)
+                await self._check_calls(body, output.grammar, tenant)
             context = context._replace(output=output)
         (ids,) = await self._token_ids(
             context, [text], "messages", _truncation(body, None), add_special_tokens=bool(body.add_special_tokens),
@@ -269,28 +269,28 @@ class InputProcessor:
         wanted = structured_output_of(body, prefix)
         if wanted is None:
             return context
-        grammar = await self._grammars.check(wanted)
+        grammar = await self._grammars.check(wanted, context.tenant)
         return context._replace(output=ChatOutput(grammar=grammar, param=wanted.param))
 
-    async def _check_calls(self, body: ChatCompletionRequest, grammar: str) -> None:
+    async def _check_calls(self, body: ChatCompletionRequest, grammar: str, tenant: str) -> None:
         """Check the grammar of calls. An error names the function whose parameters alone have the same error."""
         try:
-            await self._grammars.check(StructuredOutput("tools", "lark", grammar))
+            await self._grammars.check(StructuredOutput("tools", "lark", grammar), tenant)
         except RequestError as error:
             if error.code is not ErrorCode.INVALID_REQUEST:  # too many are being compiled
                 raise
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FUNCTION_S):
-                    await self._check_functions(body, error)
+                    await self._check_functions(body, error, tenant)
             raise
 
-    async def _check_functions(self, body: ChatCompletionRequest, error: RequestError) -> None:
+    async def _check_functions(self, body: ChatCompletionRequest, error: RequestError, tenant: str) -> None:
         for function in [tool.function for tool in body.tools or []]:
             wanted = StructuredOutput(
                 "schema", "json_schema", function.parameters or {}, is_lenient=not function.strict
             )
             try:
-                await self._grammars.check(wanted)
+                await self._grammars.check(wanted, tenant)
             except RequestError as own:
                 if own.message.partition(": ")[2] == error.message.partition(": ")[2]:
                     raise refuse(f"in {function.name}, {own.message}", "tools") from error

@@ -123,7 +123,7 @@ async def test_without_an_output_no_grammar_reaches_the_nodes(stack):
 async def test_a_grammar_of_many_prompts_is_checked_once(stack, monkeypatch):
     checked = []
 
-    async def check(self, wanted):
+    async def check(self, wanted, tenant):
         checked.append(wanted.value)
         return "start: /a/"
 

@@ -81,25 +81,31 @@ async def _start() -> Process:
 
 
 class GrammarChecker:
-    """Converts and checks grammars in other processes, each once at a time, and keeps the results used last."""
+    """Converts and checks grammars in other processes, each once at a time, and keeps the results used last.
+
+    A tenant has at most one process at a time and half of the places of those that wait, since each of its grammars may
+    take ``COMPILE_TIMEOUT_S``. Requests without a tenant have no such limit.
+    """
 
     def __init__(self) -> None:
         self._compilers = [_Compiler() for _ in range(NUM_PROCESSES)]
-        self._idle: asyncio.LifoQueue[_Compiler] = asyncio.LifoQueue()
-        for compiler in self._compilers:
-            self._idle.put_nowait(compiler)
+        self._idle = list(self._compilers)
+        self._served: set[str] = set()  # tenants with a grammar in a process
+        self._freed = asyncio.Condition()
         self._checks: OrderedDict[bytes, asyncio.Task[str | RequestError]] = OrderedDict()
-        self._pending: set[asyncio.Task[str | RequestError]] = set()
+        self._pending: dict[asyncio.Task[str | RequestError], str] = {}  # their tenants
 
     async def close(self) -> None:
         """End the checks and the processes; no other check begins."""
         for check in self._pending:
             check.cancel()
-        for _ in self._compilers:
-            compiler = await self._idle.get()
+        async with self._freed:
+            await self._freed.wait_for(lambda: len(self._idle) == NUM_PROCESSES)
+            self._idle.clear()
+        for compiler in self._compilers:
             await compiler.close()
 
-    async def check(self, wanted: StructuredOutput) -> str:
+    async def check(self, wanted: StructuredOutput, tenant: str = "") -> str:
         """Return the Lark text for ``SamplingParams.grammar``.
 
         Raises:
@@ -108,26 +114,28 @@ class GrammarChecker:
         """
         request = wanted.encoded()
         key = hashlib.sha256(request).digest()
-        check = self._checks.get(key) or self._begin(key, request, wanted.param)
+        check = self._checks.get(key) or self._begin(key, request, wanted.param, tenant=tenant)
         self._checks.move_to_end(key)
         found = await asyncio.shield(check)
         if isinstance(found, RequestError):
             raise RequestError(found.code, found.message, param=found.param, retry_after_s=found.retry_after_s)
         return found
 
-    def _begin(self, key: bytes, request: bytes, param: str) -> "asyncio.Task[str | RequestError]":
-        if len(self._pending) >= MAX_PENDING:
+    def _begin(self, key: bytes, request: bytes, param: str, *, tenant: str) -> "asyncio.Task[str | RequestError]":
+        tenants = list(self._pending.values())
+        if len(tenants) >= MAX_PENDING or (tenant and tenants.count(tenant) >= MAX_PENDING // 2):
             raise self._crowded(param)
-        check = self._checks[key] = asyncio.create_task(self._compiled(key, request, param))
-        self._pending.add(check)
-        check.add_done_callback(self._pending.discard)
+        check = self._checks[key] = asyncio.create_task(self._compiled(key, request, param, tenant=tenant))
+        self._pending[check] = tenant
+        check.add_done_callback(self._pending.pop)
         if len(self._checks) > MAX_CHECKED:
             self._checks.popitem(last=False)
         return check
 
-    async def _compiled(self, key: bytes, request: bytes, param: str) -> str | RequestError:
+    async def _compiled(self, key: bytes, request: bytes, param: str, *, tenant: str) -> str | RequestError:
         try:
-            compiler = await asyncio.wait_for(self._idle.get(), MAX_WAIT_S)
+            async with asyncio.timeout(MAX_WAIT_S):
+                compiler = await self._take(tenant)
         except TimeoutError:
             self._checks.pop(key, None)
             return self._crowded(param)
@@ -137,7 +145,21 @@ class GrammarChecker:
             self._checks.pop(key, None)
             return error
         finally:
-            self._idle.put_nowait(compiler)
+            await self._give_back(compiler, tenant)
+
+    async def _take(self, tenant: str) -> _Compiler:
+        """Wait for a process."""
+        async with self._freed:
+            await self._freed.wait_for(lambda: self._idle and tenant not in self._served)
+            if tenant:
+                self._served.add(tenant)
+            return self._idle.pop()
+
+    async def _give_back(self, compiler: _Compiler, tenant: str) -> None:
+        async with self._freed:
+            self._idle.append(compiler)
+            self._served.discard(tenant)
+            self._freed.notify_all()
 
     def _crowded(self, param: str) -> RequestError:
         message = f"{param}: {len(self._pending)} grammars are being compiled; try again"

@@ -246,6 +246,26 @@ async def test_too_many_grammars_at_once_get_429(
     assert await checker.check(StructuredOutput("field", "regex", "c")) == "start: /a/"
 
 
+async def test_a_tenant_leaves_a_process_and_half_of_the_places_to_others(
+    checker: GrammarChecker, compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker_module, "MAX_PENDING", 8)
+
+    def check(letter: str, tenant: str) -> asyncio.Future[str]:
+        return asyncio.ensure_future(checker.check(StructuredOutput("field", "regex", letter), tenant))
+
+    checks = [check(letter, "one") for letter in "abcd"]
+    await until(lambda: compilers.begun)
+    with pytest.raises(RequestError, match="field: 4 grammars are being compiled; try again"):
+        await check("e", "one")
+    checks.append(check("x", "two"))
+    await until(lambda: len(compilers.begun) > 1)
+    assert [json.loads(request)["value"] for request in compilers.begun] == ["a", "x"]
+    compilers.may_end.set()
+    assert await asyncio.gather(*checks) == ["start: /a/"] * 5
+    assert len(compilers.begun) == 5
+
+
 async def test_a_value_as_large_as_a_body_is_refused_before_it_is_walked_through(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
