@@ -37,6 +37,7 @@ from common.system.python_environ import python_environ
 from common.wire.address import cannot_bind, in_url
 from common.wire.curve import draw_keys
 from gateway.http.access.tls import make_tls_context
+from gateway.siblings.connection import is_same_user
 from gateway.siblings.group import GatewayGroup
 from scripts.serving.cpu_affinity import Share, divide
 from scripts.serving.output import Output, ServeOutput
@@ -318,6 +319,8 @@ def _connection(config: ServeConfig, group: GatewayGroup | None) -> http.client.
         connection.sock.settimeout(CALL_TIMEOUT_S)
         try:
             connection.sock.connect(group.address(group.index))
+            if not is_same_user(connection.sock):  # it would learn the API key
+                raise PermissionError("another user listens at the address of a gateway")
         except OSError:
             connection.close()
             raise

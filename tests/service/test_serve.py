@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import ssl
@@ -29,6 +30,8 @@ from support.service.service import WORKER
 from common.config.serve import ServeConfig
 from common.errors import ConfigError
 from gateway.http.access.tls import make_tls_context
+from gateway.siblings.connection import listen_at
+from gateway.siblings.group import GatewayGroup
 from scripts.serving.cpu_affinity import Share
 from scripts.serving.serve import _call, _missing, _on_signals, bind, children, free_port, tell_ready, with_key
 from scripts.serving.supervisor import Supervisor
@@ -400,6 +403,16 @@ def test_serve_sends_a_key_of_any_letters() -> None:
         thread.join()
     assert "Authorization: Bearer ключ".encode() in heads[0]
     assert b"Host: localhost\r\n" in heads[0], "whatever --host is, --allowed-hosts does not refuse it"
+
+
+def test_serve_sends_no_key_to_another_user_at_the_address_of_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, user = GatewayGroup(secrets.token_hex(16), 0, 2), os.geteuid()
+    with closing(listen_at(group.address(0))) as listener:
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        with pytest.raises(PermissionError, match="another user listens at the address of a gateway"):
+            _call(ServeConfig(api_key="k"), group, "GET", "/ready")
+        with listener.accept()[0] as connection:
+            assert connection.recv(1) == b""
 
 
 def test_serve_trusts_the_certificate_of_its_gateway_beside_that_of_any_authority(tmp_path: Path) -> None:
