@@ -118,6 +118,9 @@ def traces_url(endpoint: str) -> str:
         is_url = False
     if not is_url:
         raise ConfigError(f"--otlp-endpoint must be a URL such as http://localhost:4318, not {endpoint!r}")
+    if "@" in parts.netloc:
+        message = "--otlp-endpoint takes no user name and password, which /server_info would show"
+        raise ConfigError(f"{message}; set OTEL_EXPORTER_OTLP_HEADERS instead")
     return endpoint.rstrip("/") + TRACES_PATH if parts.path in ("", "/") else endpoint
 
 

@@ -186,6 +186,12 @@ def test_what_is_no_url_is_refused_by_name(endpoint: str) -> None:
         otlp.traces_url(endpoint)
 
 
+def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="set OTEL_EXPORTER_OTLP_HEADERS instead") as caught:
+        otlp.traces_url("https://me:secret@collector:4318")
+    assert "secret" not in str(caught.value)
+
+
 def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"--otlp-endpoint needs the extra otlp; .* -c constraints.txt '\.\[otlp\]'"):
