@@ -49,7 +49,7 @@ class ToolCallBegin:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """More of the JSON text of the arguments of call ``index``."""
+    """More of the JSON text of the arguments of call ``index``. No other part stands between the pieces of a call."""
 
     index: int
     text: str

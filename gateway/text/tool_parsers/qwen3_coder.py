@@ -71,11 +71,11 @@ class Qwen3CoderParser(ToolParser):
         return (yield from self._parameters(self._tools[name]))
 
     def _parameters(self, tool: Tool) -> Steps[str]:
-        """Read parameters up to the end of the call; text between them is text of the answer."""
+        """Read parameters up to the end of the call; text between them becomes text behind the call."""
         separator = ""
+        between: list[str] = []
         while True:
-            marker = yield from self._text_until((_PARAMETER, _FUNCTION_END, BEGIN, END), self._text)
-            self._space.clear()
+            marker = yield from self._text_until((_PARAMETER, _FUNCTION_END, BEGIN, END), between.append)
             if marker == _PARAMETER:
                 self._arguments(separator)
                 separator = ", "
@@ -84,6 +84,7 @@ class Qwen3CoderParser(ToolParser):
                     continue
             if marker:
                 self._arguments("}")
+            self._text("".join(between).strip())
             if marker == _FUNCTION_END:
                 yield from self._after_call((END,))
             return BEGIN if marker == BEGIN else ""

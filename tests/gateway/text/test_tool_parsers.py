@@ -152,6 +152,16 @@ class TestQwen3Coder:
         assert calls(pieces) == [PARIS]
         assert texts(pieces) == "Hello"
 
+    @pytest.mark.parametrize("end", ["\n</function>\n</tool_call>", ""], ids=["complete", "cut off"])
+    def test_text_between_parameters_follows_the_call(self, end):
+        text = "<function=get_weather>\nNow\n<parameter=city>\nParis\n</parameter>\n</parameter>" + end
+        arguments = '{"city": "Paris"' + ("}" if end else "")
+        assert parsed("qwen3-coder", text) == [
+            ToolCallBegin(0, "get_weather"),
+            ToolCallArguments(0, arguments),
+            TextPiece("Now\n\n</parameter>"),
+        ]
+
     @pytest.mark.parametrize(
         ("schema", "text", "value"),
         [
