@@ -14,8 +14,8 @@ too.
 
 Values are not quoted: they are strings, or JSON, as the tool's schema says. A value whose schema allows strings and
 other types is JSON if it reads as a value of one of these types, and a string otherwise; so is one without a schema.
-The template writes Python's ``True``, ``False`` and ``None``, which are read as well. A string ends at the first
-``</parameter>``.
+The template writes Python's ``True``, ``False`` and ``None``, which are read as well. A value ends at the first
+``</parameter>``, which models leave out at times, or before a line that begins with the next tag.
 """
 
 import json
@@ -74,13 +74,15 @@ class Qwen3CoderParser(ToolParser):
         """Read parameters up to the end of the call; text between them becomes text behind the call."""
         separator = ""
         between: list[str] = []
+        marker = ""
         while True:
-            marker = yield from self._text_until((_PARAMETER, _FUNCTION_END, BEGIN, END), between.append)
+            if marker != _PARAMETER:
+                marker = yield from self._text_until((_PARAMETER, _FUNCTION_END, BEGIN, END), between.append)
             if marker == _PARAMETER:
                 self._arguments(separator)
                 separator = ", "
                 marker = yield from self._parameter(tool)
-                if marker == _PARAMETER_END:
+                if marker in (_PARAMETER, _PARAMETER_END):
                     continue
             if marker:
                 self._arguments("}")
@@ -115,7 +117,7 @@ class Qwen3CoderParser(ToolParser):
         return marker
 
     def _value(self, sink: Sink) -> Steps[str]:
-        """Read a value with its end tag, without the line break before the tag. The end of the call ends it, too."""
+        """Read a value with the marker that ends it, without the line break before this marker."""
         breaks: list[str] = []
 
         def hold_break(text: str) -> None:
@@ -125,11 +127,11 @@ class Qwen3CoderParser(ToolParser):
                 breaks.append("\n")
             sink(text.removesuffix("\n"))
 
-        ends = (_PARAMETER_END, END) if END in self._token_markers else (_PARAMETER_END,)
-        marker = yield from self._text_until(ends, hold_break)
+        ends = (_PARAMETER_END, "\n" + _PARAMETER, "\n" + _FUNCTION_END)
+        marker = yield from self._text_until((*ends, END) if END in self._token_markers else ends, hold_break)
         if not marker:
             sink("".join(breaks))
-        return marker
+        return marker.lstrip("\n")
 
 
 def _quoted(text: str) -> str:

@@ -152,6 +152,18 @@ class TestQwen3Coder:
         assert calls(pieces) == [PARIS]
         assert texts(pieces) == "Hello"
 
+    @pytest.mark.parametrize("tokens", [(), ("<tool_call>", "</tool_call>")], ids=["spelled", "tokens"])
+    def test_a_value_without_its_end_tag_ends_before_the_next_line_of_the_call(self, tokens):
+        head = "<tool_call>\n<function=get_weather>\n<parameter=city>\n"
+        tail = "\n<parameter=days>\n3\n</function>\n</tool_call>Hello"
+        pieces = parsed("qwen3-coder", f"{head}Paris{tail}", tokens=tokens)
+        assert calls(pieces) == [("get_weather", '{"city": "Paris", "days": 3}')]
+        assert texts(pieces) == "Hello"
+
+    def test_a_value_may_contain_the_tags_within_a_line(self):
+        text = "<function=get_time>\n<parameter=zone>\na <parameter=b> </function>\n</parameter>\n</function>"
+        assert calls(parsed("qwen3-coder", text)) == [("get_time", '{"zone": "a <parameter=b> </function>"}')]
+
     @pytest.mark.parametrize("end", ["\n</function>\n</tool_call>", ""], ids=["complete", "cut off"])
     def test_text_between_parameters_follows_the_call(self, end):
         text = "<function=get_weather>\nNow\n<parameter=city>\nParis\n</parameter>\n</parameter>" + end
