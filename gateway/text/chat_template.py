@@ -32,11 +32,14 @@ MAX_TOOLS_BYTES = 1 << 20
 #: Marks the end of the final message's content while a template renders it; templates may trim content.
 END_MARK = "[[the final message continues here]]"
 #: A chat with two system messages. Some templates refuse the second one or leave it out, DeepSeek-R1's the first one.
+#: It stands behind an answer: where one is due, Gemma 3's template takes a system message for it.
 FIRST_SYSTEM, LATE_SYSTEM = "[[the first system message]]", "[[a later system message]]"
 LATE_SYSTEM_CHAT = (
     {"role": "system", "content": FIRST_SYSTEM},
     {"role": "user", "content": "b"},
+    {"role": "assistant", "content": "c"},
     {"role": "system", "content": LATE_SYSTEM},
+    {"role": "user", "content": "d"},
 )
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *TOKEN_NAMES})
 
@@ -360,13 +363,15 @@ def _plain_message(message: ChatMessage, form: MessageForm, param: str) -> dict[
 def _without_late_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make each system message behind the first message the end of the message before it.
 
-    Behind an assistant message it becomes a message of the user, together with the one that follows.
+    Behind an assistant message it becomes a message of the user. User messages right behind it are joined to it, so
+    that the roles alternate as before.
     """
     groups = [[messages[0]]]
     for message in messages[1:]:
         role, first = message["role"], groups[-1][0]["role"]
-        is_late_first = first == "system" and len(groups) > 1
-        if (role == "system" and first != "assistant") or (role == "user" and is_late_first):
+        is_users = first == "user" or (first == "system" and len(groups) > 1)
+        has_late = is_users and any(other["role"] == "system" for other in groups[-1])
+        if (role == "system" and first != "assistant") or (role == "user" and has_late):
             groups[-1].append(message)
         else:
             groups.append([message])

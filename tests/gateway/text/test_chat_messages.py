@@ -113,6 +113,7 @@ LINES = "{% for message in messages %}{{ message.role }}: {{ message.content }}\
     [
         ([SYSTEM, LATE, USER], "system: s\n\nlate\nuser: Hi\n"),
         ([SYSTEM, USER, LATE, LATE], "system: s\nuser: Hi\n\nlate\n\nlate\n"),
+        ([SYSTEM, USER, LATE, USER], "system: s\nuser: Hi\n\nlate\n\nHi\n"),
         ([USER, ANSWER, RESULT, LATE], "user: Hi\nassistant: a\ntool: 1\n\nlate\n"),
         ([USER, ANSWER, LATE, USER, ANSWER], "user: Hi\nassistant: a\nuser: late\n\nHi\nassistant: a\n"),
         ([USER, ANSWER, LATE], "user: Hi\nassistant: a\nuser: late\n"),
@@ -120,6 +121,22 @@ LINES = "{% for message in messages %}{{ message.role }}: {{ message.content }}\
 )
 def test_a_template_of_one_system_message_shows_later_ones_with_the_message_before(template, messages, seen):
     assert rendered(ChatTemplate(template, {}), *messages) == seen
+
+
+@pytest.mark.parametrize(
+    ("messages", "seen"),
+    [
+        ([SYSTEM, USER, LATE, USER], "system: s\nuser: Hi\n\nlate\n\nHi\n"),
+        ([SYSTEM, USER, ANSWER, LATE, USER], "system: s\nuser: Hi\nassistant: a\nuser: late\n\nHi\n"),
+    ],
+)
+def test_a_template_that_counts_the_turns_shows_later_system_messages_in_those_of_the_user(messages, seen):
+    """As Gemma 3's, which takes a system message for an answer where one is due, and refuses it elsewhere."""
+    counts = (
+        "{% for m in (messages[1:] if messages[0].role == 'system' else messages) %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no turn') }}{% endif %}{% endfor %}"
+    )
+    assert rendered(ChatTemplate(counts + LINES, {}), *messages) == seen
 
 
 def test_other_templates_show_system_messages_where_they_stand():
