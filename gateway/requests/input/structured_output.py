@@ -23,7 +23,8 @@ class StructuredOutput:
         param: field of the body that asks for it.
         kind: ``grammar`` is EBNF (GBNF) or Lark as clients write it; ``lark`` is our own, as tool formats give it.
         value: as in the body; a JSON value may be JSON text. Unused with ``json_object``.
-        is_lenient: ignore keywords and formats of a JSON schema that are not supported, instead of refusing them.
+        is_lenient: ignore keywords, formats and patterns of a JSON schema that are not supported, instead of refusing
+            them.
     """
 
     param: str

@@ -17,6 +17,8 @@ _OPENING = frozenset(
 #: Chat templates render arguments with these separators. No other whitespace is allowed, which keeps models from
 #: writing it without end.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: Look-ahead, look-behind and back-references, which llguidance does not have.
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9k]")
 
 #: Terminals that grammars of several formats use.
 LEAD = r"LEAD: /\n{1,2}/"
@@ -35,11 +37,29 @@ def marker(text: str, token_ids: Mapping[str, int] | None) -> str:
 
 
 def json_value(schema: Any, *, is_strict: bool) -> str:
-    """A JSON value that follows a schema; unsupported keywords are an error only if ``is_strict``."""
+    """A JSON value that follows a schema; unsupported keywords and patterns are an error only if ``is_strict``."""
     options = {**_LAYOUT, "lenient": not is_strict}
+    schema = schema if is_strict else without_look_around(schema)
     if isinstance(schema, dict):
         return "%json " + json.dumps({**schema, "x-guidance": options})
     return "%json " + json.dumps({"allOf": [schema], "x-guidance": options})
+
+
+def without_look_around(schema: Any) -> Any:
+    """A JSON schema without patterns that have look-around or back-references.
+
+    Zod writes such patterns for e-mail addresses, and pydantic for decimals. llguidance refuses them even where it
+    ignores unsupported keywords.
+    """
+    if isinstance(schema, list):
+        return [without_look_around(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: without_look_around(part)
+        for name, part in schema.items()
+        if not (name == "pattern" and isinstance(part, str) and _LOOK_AROUND.search(part))
+    }
 
 
 def with_layout(rule: str) -> str:

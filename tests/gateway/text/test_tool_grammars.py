@@ -1,5 +1,6 @@
 """Grammars of tool calls, driven by llguidance: they accept calls that the parser reads, and nothing else."""
 
+import dataclasses
 import json
 import random
 import re
@@ -205,6 +206,25 @@ def test_tools_can_allow_arguments_that_they_do_not_declare():
     for more in ({"additionalProperties": True}, {"patternProperties": {"^[a-z]$": {"type": "integer"}}}):
         tool = Tool("any", "", {"type": "object", "properties": {"a": {"type": "integer"}}, **more})
         assert accepts("hermes", True, call, tools=(tool,))
+
+
+def test_a_pattern_with_look_around_binds_no_tool_that_is_not_strict():
+    """Zod writes such patterns for e-mail addresses."""
+    address = {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z]+\.[a-z]{2,}$"}
+    letter = {"type": "string", "pattern": "^[ab]$"}
+    tool = Tool("send", "", {"type": "object", "properties": {"to": address, "pattern": letter}})
+
+    def problem(tool):
+        grammar = FORMATS["hermes"].grammar([tool], parallel=True, required=True)
+        return llguidance.LLMatcher.validate_grammar(grammar, None)
+
+    def accepted(**arguments):
+        return accepts("hermes", True, rendered("hermes", [("send", arguments)]), tools=(tool,))
+
+    assert problem(tool) == ""
+    assert accepted(to="a@b.cc", pattern="a")
+    assert not accepted(to="a@b.cc", pattern="c")
+    assert "look-around" in problem(dataclasses.replace(tool, is_strict=True))
 
 
 @both

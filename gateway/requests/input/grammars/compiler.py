@@ -35,6 +35,7 @@ from gateway.requests.input.grammars.structural_tags import (
     structural_tag_to_lark,
 )
 from gateway.requests.input.structured_output import GrammarAnswer, StructuredOutput, check_depth, too_deep
+from gateway.text.tool_parsers.grammar import without_look_around
 
 #: A node follows all readings of a text at once, and nothing in llguidance bounds them: the time of a token can grow
 #: with the cube of the size of a client's grammar, to two seconds for one of this size.
@@ -116,7 +117,8 @@ def _json_schema(schema: Any, param: str, *, is_lenient: bool) -> str:
         raise refuse("must be a JSON schema, which is an object", param)
     if is_lenient:
         options = schema.get("x-guidance")
-        schema = {**schema, "x-guidance": {**(options if isinstance(options, Mapping) else {}), "lenient": True}}
+        options = options if isinstance(options, Mapping) else {}
+        schema = {**without_look_around(schema), "x-guidance": {**options, "lenient": True}}
     schema = _without_string_names(schema)
     lark = _lark_of(schema)
     check_size(lark, MAX_GRAMMAR_BYTES, param)

@@ -211,6 +211,15 @@ def test_names_of_properties_may_be_asked_to_be_strings() -> None:
         to_lark(StructuredOutput("field", "json_schema", {**record, "propertyNames": {"maxLength": 3}}))
 
 
+def test_patterns_with_look_around_are_ignored_in_a_schema_that_is_not_strict() -> None:
+    """Pydantic writes this one for decimals."""
+    decimal = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}
+    schema = {"type": "object", "properties": {"price": decimal}}
+    with pytest.raises(RequestError, match="look-around"):
+        to_lark(StructuredOutput("field", "json_schema", schema))
+    assert "(?!" not in to_lark(StructuredOutput("field", "json_schema", schema, is_lenient=True))
+
+
 def test_a_long_regular_expression_is_refused() -> None:
     with pytest.raises(RequestError, match="field: has 20000 bytes, at most 16384 are allowed"):
         to_lark(StructuredOutput("field", "regex", "(ab)?" * 4_000))
