@@ -7,6 +7,7 @@ from typing import Any
 
 from gateway.text.output_parser import Tool
 from gateway.text.tool_parsers.base import MAX_CALLS
+from gateway.text.tool_parsers.schemas import required_names
 
 #: Keys that say what kind of value a schema describes; without one, arguments are an object.
 _KINDS = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
@@ -95,7 +96,9 @@ def arguments(tool: Tool, *, required: bool) -> str:
     schema = tool.parameters
     if not _KINDS & schema.keys():
         schema = {**schema, "type": "object"}
-    if schema.get("properties") and not _OPENING & schema.keys():
+    properties = schema.get("properties")
+    has_all = isinstance(properties, dict) and bool(properties) and required_names(schema) <= properties.keys()
+    if has_all and not _OPENING & schema.keys():
         schema = {**schema, "additionalProperties": False}  # a function has no other parameters
     return json_value(schema, is_strict=tool.is_strict)
 

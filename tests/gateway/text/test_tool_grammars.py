@@ -208,6 +208,12 @@ def test_tools_can_allow_arguments_that_they_do_not_declare():
         assert accepts("hermes", True, call, tools=(tool,))
 
 
+def test_a_tool_may_require_an_argument_that_it_does_not_declare():
+    tool = Tool("f", "", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]})
+    assert accepts("hermes", True, rendered("hermes", [("f", {"a": 1, "b": 2})]), tools=(tool,))
+    assert not accepts("hermes", True, rendered("hermes", [("f", {"a": 1})]), tools=(tool,))
+
+
 def test_a_pattern_with_look_around_binds_no_tool_that_is_not_strict():
     """Zod writes such patterns for e-mail addresses."""
     address = {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z]+\.[a-z]{2,}$"}
