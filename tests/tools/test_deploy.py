@@ -22,6 +22,8 @@ from common.config.gateway import GatewayConfig
 from common.config.options import options_of
 from common.config.shared import OTHER_VARIABLES
 from common.errors import ConfigError
+from gateway.requests.input.grammars.checker import NUM_PROCESSES
+from gateway.requests.input.grammars.compiler import MAX_MEMORY_BYTES
 from scripts.cli import PROCESSES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,6 +177,13 @@ def test_no_container_is_root_and_all_declare_resources() -> None:
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert {"cpu", "memory"} <= set(container["resources"]["requests"])
         assert "memory" in container["resources"]["limits"]
+
+
+def test_a_grammar_exceeds_the_memory_of_its_process_before_that_of_the_container() -> None:
+    """At the limit of a container, the kernel ends all of its processes."""
+    (gateway,) = [container for container, _ in containers() if container["name"] == "gateway"]
+    given = int(gateway["resources"]["limits"]["memory"].removesuffix("Gi")) << 30
+    assert given >= NUM_PROCESSES * MAX_MEMORY_BYTES + (1 << 30)
 
 
 def test_kubernetes_sets_no_service_variables() -> None:
