@@ -226,12 +226,18 @@ def _environment(config: ServeConfig, num_threads: int, keys: str) -> dict[str, 
 
 
 def shares_of(config: ServeConfig) -> list[Share]:
-    """Threads and cores of each node. Nodes on a GPU are not pinned, and may have any number of threads."""
+    """Threads and cores of each node. Nodes on a GPU are not pinned, and may have any number of threads.
+
+    Nor are nodes pinned where a quota grants the time of fewer cores: it names none, and every container of a machine
+    would take the first ones.
+    """
     num_nodes = config.prefill + config.decode
+    cores = usable_cores()
     is_cuda = config.device.startswith("cuda") or (config.device == "auto" and Path("/dev/nvidia0").exists())
-    if is_cuda:
-        return [Share(config.threads or share.num_threads) for share in divide(usable_cores(), num_nodes)]
-    return divide(usable_cores(), num_nodes, config.threads)
+    shares = divide(cores, num_nodes, None if is_cuda else config.threads)
+    if is_cuda or sum(map(len, cores)) < len(os.sched_getaffinity(0)):
+        return [Share(config.threads or share.num_threads) for share in shares]
+    return shares
 
 
 def _local(host: str) -> str:

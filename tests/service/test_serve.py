@@ -33,7 +33,17 @@ from gateway.http.access.tls import make_tls_context
 from gateway.siblings.connection import listen_at
 from gateway.siblings.group import GatewayGroup
 from scripts.serving.cpu_affinity import Share
-from scripts.serving.serve import _call, _missing, _on_signals, bind, children, free_port, tell_ready, with_key
+from scripts.serving.serve import (
+    _call,
+    _missing,
+    _on_signals,
+    bind,
+    children,
+    free_port,
+    shares_of,
+    tell_ready,
+    with_key,
+)
 from scripts.serving.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -306,6 +316,19 @@ def test_nodes_that_have_changed_their_roles_are_ready(monkeypatch: pytest.Monke
     assert _missing(config, None) == "prefill-1, decode-1, decode-2 and 1 other node"
     workers += [{**workers[0], "name": name} for name in ("prefill-1", "decode-1", "decode-2", "decode-3")]
     assert _missing(config, None) == ""
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        ([(0, 2), (1, 3)], [Share(1, (0, 2)), Share(1, (1, 3))]),
+        ([(0,), (1,), (2,)], [Share(2), Share(1)]),
+    ],
+)
+def test_nodes_are_pinned_unless_a_quota_leaves_cpus_out(cores, expected, monkeypatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr("scripts.serving.serve.usable_cores", lambda: cores)
+    assert shares_of(ServeConfig(device="cpu")) == expected
 
 
 def test_memory_that_is_no_share_for_each_node_is_refused() -> None:
