@@ -5,7 +5,7 @@
 # 3. Otherwise the python3 on the PATH, if it meets the requirements.
 # 4. Otherwise .venv is made or updated, once. Commands started meanwhile wait for it.
 #
-# A command that needs an extra, such as "dev", sets baton_extra=dev before sourcing. BATON_VENV moves .venv.
+# A command that needs an extra, such as "dev", sets baton_extra=dev before sourcing. BATON_VENV is used in place of .venv.
 # torch is installed first and separately: without a GPU in its CPU build (200 MB), if pip finds one, instead of the CUDA
 # build of the package index (several GB). BATON_TORCH_INDEX adds an index of CPU builds or of another CUDA version.
 
@@ -70,6 +70,8 @@ baton_install() {
     local base began=$SECONDS requirements stale
     if [ ! -x "$baton_venv/bin/python" ] || ! "$baton_venv/bin/python" -c 'import pip' 2> /dev/null; then
         base=$(baton_new_python) || exit 1
+        [ -e "$baton_venv/pyvenv.cfg" ] || [ -z "$(ls -A "$baton_venv" 2> /dev/null)" ] || baton_fail \
+            "$baton_venv has other files than those of an environment: name an empty or a new folder as BATON_VENV"
         printf 'baton: making an environment in %s with %s\n' "$baton_venv" "$("$base" --version)" >&2
         "$base" -m venv --clear "$baton_venv" >&2 || baton_fail "making it failed: does $base have the module venv" \
             "(Debian, Ubuntu: apt install python3-venv), and is there room on the disk?"

@@ -1,6 +1,7 @@
 """Every command sets itself up from any folder, and the declared packages are the installed ones."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,6 +58,22 @@ def test_an_old_python_is_refused_with_what_to_install(tmp_path):
     assert ended.returncode == 1
     assert "Python 3.11 or newer is needed" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_folder_with_other_files_is_not_cleared_for_an_environment(tmp_path):
+    tools, mine = tmp_path / "bin", tmp_path / "venv" / "mine"
+    for folder in (tools, mine.parent):
+        folder.mkdir()
+    mine.touch()
+    for name in ("bash", "cat", "cksum", "dirname", "flock", "ls", "readlink"):
+        (tools / name).symlink_to(shutil.which(name))
+    bare = tools / "python3"  # lacks packages
+    bare.write_text('#!/bin/bash\ncase $1 in -I) exit 1 ;; -m) : > "$0.made" ;; esac\n')
+    bare.chmod(0o755)
+    ended = command(str(ROOT / "scripts" / "serve"), folder=tmp_path, PATH=str(tools), VIRTUAL_ENV="", CONDA_PREFIX="")
+    assert ended.returncode == 1
+    assert f"{mine.parent} has other files than those of an environment" in ended.stderr
+    assert not (tools / "python3.made").exists()
 
 
 def test_versions_are_compared_by_number():
