@@ -180,8 +180,8 @@ class EngineOptions:
         "auto",
         "Transport of KV pages: shm (shared memory, on one machine), cuda-ipc (between GPUs of one machine), tcp, nixl "
         "(UCX; needs the extra nixl), gloo or nccl (torch.distributed; nccl between CUDA devices). auto tries cuda-ipc "
-        "(only on CUDA), shm, nixl (only with a --data-interface that other machines can reach) and tcp for each pair "
-        "of nodes, and uses the first that works.",
+        "(only on CUDA), shm, nixl (except at a loopback address) and tcp for each pair of nodes, and uses the first "
+        "that works.",
     )
     record: str | None = option(
         None,
