@@ -245,16 +245,16 @@ class Registry:
 
     def _refusal(self, incarnation: str, register: Register, others: list[Worker]) -> str:
         """Why the worker is refused, as a sentence; empty if it is accepted."""
-        if register.vocab_size < self._num_token_ids:
-            return (
-                f"the gateway's tokenizer has {self._num_token_ids} ids, the model of node {register.name} only"
-                f" {register.vocab_size}: give both the same --model, whose tokenizer.json has no tokens beyond the"
-                " vocab_size of its config.json"
-            )
         if self._tokenizer_digest and register.tokenizer_digest not in ("", self._tokenizer_digest):
             return (
                 f"the tokenizer.json of node {register.name} differs from the gateway's: give both the same --model and"
                 " --revision"
+            )
+        # A tokenizer may have more ids than its own model, as that of Gemma 3 1B, which has a token for images.
+        if not register.tokenizer_digest and register.vocab_size < self._num_token_ids:
+            return (
+                f"the gateway's tokenizer has {self._num_token_ids} ids, the model of node {register.name} only"
+                f" {register.vocab_size}: give both the same --model, and the node the model's tokenizer.json"
             )
         if register.role == "prefill" and not register.address:
             return f"the prefill node {register.name} gives no address at which decode nodes reach it"

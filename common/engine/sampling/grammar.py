@@ -153,6 +153,8 @@ def load_compiler(folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]
     try:
         text = (folder / TOKENIZER_FILE).read_text("utf-8")
         known = token_ids(text)
+        if known.max(initial=0) >= vocab_size:
+            text = _without_added_tokens(text, vocab_size)
         tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids)
     except FileNotFoundError:
         return GrammarCompiler.refusing(f"the node has no {TOKENIZER_FILE} beside its weights, which grammars need")
@@ -169,3 +171,13 @@ def token_ids(tokenizer_json: str) -> NDArray[np.int64]:
     ids = set(vocab.values()) if isinstance(vocab, dict) else set(range(len(vocab)))
     ids.update(token["id"] for token in content.get("added_tokens", ()))
     return np.array(sorted(ids), np.int64)
+
+
+def _without_added_tokens(tokenizer_json: str, first: int) -> str:
+    """Return the text of a ``tokenizer.json`` without added tokens from an id on, which the model does not have.
+
+    The tokenizer of Gemma 3 1B has a token for images. llguidance takes no tokenizer larger than the vocabulary.
+    """
+    content = json.loads(tokenizer_json)
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < first]
+    return json.dumps(content)

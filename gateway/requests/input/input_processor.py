@@ -341,6 +341,8 @@ class InputProcessor:
                 prompt = await self._tokenizer.tokenize(
                     tokenizer, prompt, add_special_tokens=add_special_tokens, param=param
                 )
+                if tokenizer.vocab_size > limits.vocab_size:
+                    check_vocabulary(prompt, limits.vocab_size, param)
             else:
                 check_vocabulary(prompt, limits.vocab_size, param)
             if truncation is not None:

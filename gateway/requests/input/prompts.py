@@ -74,7 +74,7 @@ def check_num_outputs(num_prompts: int, num_samples: int, most: int, prompts: st
 
 
 def check_vocabulary(ids: Collection[int], vocab_size: int, param: str) -> None:
-    """Refuse ids that the model does not have. It has all ids of the tokenizer (``gateway.workers.registry``)."""
+    """Refuse ids that the model does not have. A tokenizer may have more ids than its model."""
     smallest, largest = min(ids, default=0), max(ids, default=0)
     if smallest < 0 or largest >= vocab_size:
         wrong = smallest if smallest < 0 else largest

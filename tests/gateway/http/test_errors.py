@@ -7,6 +7,7 @@ import pytest
 from support.gateway.fake_nodes import MODEL, running, silent
 
 from common.errors import ErrorCode
+from common.model_folder import tokenizer_digest
 from common.wire.messages import Generate
 from gateway.text.chat_template import ChatTemplate
 
@@ -230,6 +231,17 @@ async def test_a_token_id_that_the_model_does_not_have_is_named(stack):
     for field, value in (("logit_bias", {"5": 1, "512": 1}), ("stop_token_ids", [512, 5]), ("prompt", [5, 512])):
         _, answer = await stack.post("/v1/completions", {"prompt": "a", field: value})
         assert answer["error"]["message"] == f"{field}: token id 512 is not in the vocabulary, which has 512 ids"
+
+
+async def test_a_text_with_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused(folder):
+    """Gemma 3 1B has the tokenizer of models that see images, with one more token."""
+    async with running(folder) as stack:
+        await stack.pair(vocab_size=324, tokenizer_digest=tokenizer_digest(folder))
+        status, answer = await stack.post("/v1/completions", {"prompt": "a né €"})
+        sentence = "prompt: token id 324 is not in the vocabulary, which has 324 ids"
+        assert (status, answer["error"]["message"]) == (400, sentence)
+        status, _ = await stack.post("/v1/completions", {"prompt": "a né"})
+        assert status == 200
 
 
 async def test_unknown_models_and_oversized_requests_have_their_own_codes(folder):

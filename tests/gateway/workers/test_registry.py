@@ -168,6 +168,12 @@ def test_a_node_with_another_tokenizer_is_refused_and_one_without_is_not() -> No
     assert "the tokenizer.json of node d2 differs from the gateway's: give both the same --model" in refused.reason
 
 
+def test_a_model_may_have_fewer_ids_than_its_own_tokenizer() -> None:
+    nodes = Registry(num_token_ids=320, tokenizer_digest="t1")
+    smaller = make_register("prefill", "p", vocab_size=319, tokenizer_digest="t1")
+    assert isinstance(nodes.register(A, smaller, 0.0), Registered)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -308,6 +308,14 @@ def test_a_node_without_a_tokenizer_refuses_grammars_and_keeps_budgets(folder: P
     executor.close()
 
 
+def test_a_tokenizer_with_a_token_that_the_model_lacks_follows_grammars(folder: Path) -> None:
+    """The model of Gemma 3 1B lacks the last token of its tokenizer."""
+    made = load_compiler(folder, vocab_size=324, eos_token_ids=(EOS,))
+    assert made.known_ids[-1] == 323
+    assert not made.compile(GRAMMARS["choice"][0]).result().is_error()
+    made.close()
+
+
 def test_grammars_in_use_and_those_used_last_stay_compiled(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
