@@ -14,7 +14,7 @@ from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 def find_model(
@@ -54,7 +54,7 @@ def find_checkpoint(
     return folder
 
 
-def find_tokenizer(path_or_hub_id: str, *, patterns: Sequence[str] = (TOKENIZER_FILE,)) -> Path:
+def find_tokenizer(path_or_hub_id: str, *, patterns: Sequence[str] = (TOKENIZER_FILE, TOKENIZER_CONFIG)) -> Path:
     """Return the folder of ``--tokenizer``. Raises ConfigError as ``find_model`` does, or without a tokenizer.json."""
     folder = find_model(path_or_hub_id, patterns=patterns, flag="--tokenizer ")
     if not (folder / TOKENIZER_FILE).is_file():

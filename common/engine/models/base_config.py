@@ -37,7 +37,8 @@ class BaseModelConfig(ABC):
         head_dim: numbers of a query and of a key of one head.
         dtype: the type of most of the checkpoint's tensors; ``auto`` resolves to it.
         context_length: longest prompt and output together, in tokens, rope scaling included.
-        eos_token_ids: token ids that end an output, from generation_config.json and config.json, without duplicates.
+        eos_token_ids: token ids that end an output, from generation_config.json and config.json, without duplicates; a
+            node adds that of its tokenizer.
         generation: the model's own sampling defaults; its keys are among ``GENERATION_DEFAULTS``.
         digest: sha256 of the configuration and of the names, types and shapes of all tensors, not of their contents.
         weight_version: identifies the contents of the tensors: ``--weight-version`` or a fingerprint of the files.

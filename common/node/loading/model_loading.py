@@ -126,6 +126,7 @@ def _load_model_config(config: NodeConfig) -> "BaseModelConfig":
     """What the checkpoint and the options say about the model; no weights are loaded."""
     from common.engine.models.checkpoints.checkpoint import weight_files
     from common.engine.models.checkpoints.weight_version import fingerprint
+    from common.engine.models.config import tokenizer_end_ids
     from common.engine.models.implementation import load_config
     from common.engine.models.transformers_impl.config import TransformersConfig
 
@@ -139,7 +140,8 @@ def _load_model_config(config: NodeConfig) -> "BaseModelConfig":
     model = replace(model, weight_version="-".join([version, *formats(config, model)]))
     if config.tokenizer:
         model = replace(model, tokenizer_folder=find_tokenizer(config.tokenizer))
-    return model
+    ends = (*model.eos_token_ids, *tokenizer_end_ids(model.tokenizer_folder or model.folder))
+    return replace(model, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
 def with_context_length(config: NodeConfig, model: "BaseModelConfig") -> "BaseModelConfig":

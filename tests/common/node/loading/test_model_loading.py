@@ -1,6 +1,9 @@
 """Nodes that compute in different formats have different weight versions; a node has no more threads than CPUs."""
 
+import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +51,24 @@ def test_a_shorter_context_bounds_what_a_node_plans_for_and_a_longer_one_is_refu
     assert steps[1] - steps[0] == (model.context_length - 64) * activation_bytes(model, 2)
     with pytest.raises(ConfigError, match=f"--context-length 4097 is more than the {model.context_length} tokens"):
         with_context_length(NodeConfig(context_length=4097), model)
+
+
+def test_the_end_token_of_the_tokenizer_ends_outputs_too(tmp_path: Path) -> None:
+    """A fine-tune of a base model may name the end of a turn in no other file."""
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    shutil.copytree(SMALL_MODEL, model)
+    for file in (model / "config.json", model / "generation_config.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": 5}))
+    assert ModelConfig.load(str(model)).eos_token_ids == (5,)
+    assert model_loading._load_model_config(NodeConfig(model=str(model))).eos_token_ids == (5, 1023)
+    tokenizer.mkdir()
+    added = [{"id": 3, "content": "<s>"}, {"id": 4, "content": "</s>"}]
+    (tokenizer / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (tokenizer / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
+    config = NodeConfig(model=str(model), tokenizer=str(tokenizer))
+    assert model_loading._load_model_config(config).eos_token_ids == (5, 4)
+    (tokenizer / "tokenizer_config.json").unlink()
+    assert model_loading._load_model_config(config).eos_token_ids == (5,)
 
 
 def test_a_node_loads_its_model_with_a_shorter_context() -> None:
