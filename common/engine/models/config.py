@@ -429,7 +429,8 @@ def _parse_yarn(rope: dict[str, Any], number: Numbers, max_positions: int) -> Ya
     # Defaults are those of transformers' ``_compute_yarn_parameters``.
     original = number.positive("original_max_position_embeddings", max_positions)
     factor = number.real("factor", max_positions / original, most=MAX_INTEGER / original)
-    attention_factor = _mscale(factor, 1.0)
+    # ``attn_factor`` is a parameter of YaRN's own code, which vLLM and SGLang have too, and transformers has not.
+    attention_factor = _mscale(factor, 1.0) * number.real("attn_factor", 1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         attention_factor = _mscale(factor, number.real("mscale")) / _mscale(factor, number.real("mscale_all_dim"))
     return YarnScaling(

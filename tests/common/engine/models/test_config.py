@@ -155,6 +155,12 @@ def test_yarn_frequencies_equal_those_of_transformers(folder: Path, changes: dic
     assert rope.attention_factor == attention_factor
 
 
+def test_the_attention_factor_of_yarns_own_code_multiplies_the_default(folder: Path) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B gives the inverse of the default, so that scores stay as they are."""
+    rewrite(folder, rope_parameters={**YARN, "attn_factor": 0.8782488562869419})
+    assert load(folder).rope.attention_factor == pytest.approx(1.0)
+
+
 def test_yarn_extends_the_context_if_the_original_length_is_given(folder: Path) -> None:
     """Model cards tell users to add only the scaling. The model was saved with a context of 1,024."""
     old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
