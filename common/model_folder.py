@@ -14,6 +14,8 @@ from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+#: The weights a second time, with other names of tensors, in repositories of Mistral AI and OpenAI.
+OTHER_WEIGHTS = ("consolidated*", "original/*")
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
@@ -76,7 +78,10 @@ def _fetch(hub_id: str, revision: str | None, patterns: Sequence[str], flag: str
 
     log.info("fetching %s from the hub or its local cache", hub_id)
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+        found = huggingface_hub.snapshot_download(
+            hub_id, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(OTHER_WEIGHTS)
+        )
+        return Path(found)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(

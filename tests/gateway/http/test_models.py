@@ -155,7 +155,7 @@ def test_also_serve_takes_a_folder_or_a_hub_id_with_a_revision(folder, other, mo
     asked = []
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download",
-        lambda model, revision, allow_patterns: asked.append((model, revision)) or "/fetched",
+        lambda model, revision, **_: asked.append((model, revision)) or "/fetched",
     )
     found = model_folders(config(folder, also_serve=(f"b={other}", "c=org/name", "d=org/name@v2")))
     assert list(found) == ["first", "b", "c", "d"]

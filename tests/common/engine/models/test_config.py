@@ -343,6 +343,24 @@ def test_an_unavailable_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
         ModelConfig.load("someone/model")
 
 
+def test_weights_that_a_repository_has_twice_are_fetched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    used = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    unused = ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "original/model.safetensors"]
+    fetched: list[str] = []
+
+    def download(_: str, *, revision: str | None, **patterns: Any) -> str:
+        fetched.extend(filter_repo_objects(used + unused, **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ConfigError, match=r"there is no config\.json"):
+        ModelConfig.load("someone/model")
+    assert fetched == used
+
+
 def test_damaged_files_are_named(folder: Path) -> None:
     without_offsets = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": []}}'
     for header in (b"{not json", without_offsets):
