@@ -41,7 +41,6 @@ class AdapterConfig:
 
     Attributes:
         rank_patterns, alpha_patterns: for names of matrices and parameters; the first that matches counts.
-        modules: ``target_modules`` if that is a list.
         parameters: ``target_parameters``.
     """
 
@@ -50,7 +49,6 @@ class AdapterConfig:
     is_rank_stabilised: bool
     rank_patterns: Sequence[tuple[NamePattern, int]]
     alpha_patterns: Sequence[tuple[NamePattern, float]]
-    modules: Sequence[str]
     parameters: Sequence[str]
 
     @property
@@ -92,7 +90,6 @@ def read_config(file: Path, max_rank: int) -> AdapterConfig:
             f"{file}: init_lora_weights {start!r} has changed the model's own weights; convert the adapter with PEFT's"
             " path_initial_model_for_weight_conversion"
         )
-    modules = config.get("target_modules")
     ranks, alphas = (list(_patterns(config, key, file)) for key in ("rank_pattern", "alpha_pattern"))
     return AdapterConfig(
         rank=_rank(config.get("r"), f"{file}: r", max_rank),
@@ -100,7 +97,6 @@ def read_config(file: Path, max_rank: int) -> AdapterConfig:
         is_rank_stabilised=bool(config.get("use_rslora")),
         rank_patterns=[(pattern, _rank(value, what, max_rank)) for what, pattern, value in ranks],
         alpha_patterns=[(pattern, _alpha(value, what)) for what, pattern, value in alphas],
-        modules=modules if isinstance(modules, list) else [],
         parameters=_parameters(config, file),
     )
 

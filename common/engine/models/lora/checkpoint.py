@@ -220,11 +220,13 @@ def _target(place: str, adaptable: Adaptable, config: AdapterConfig) -> _Target 
 
 
 def _check_targets(config: AdapterConfig, changes: Sequence[_Change], file: Path) -> None:
-    """Refuse an adapter that lacks the tensors of something that its configuration names."""
-    for key, names in (("target_modules", config.modules), ("target_parameters", config.parameters)):
-        for name in names:
-            if not any(f".{change.target.name}".endswith(f".{name}") for change in changes):
-                raise ConfigError(f"{file}: {key} has {name!r}, of which {TENSORS} has no tensors")
+    """Refuse an adapter without tensors of a parameter that its configuration names.
+
+    PEFT skips names in ``target_modules`` that the model does not have.
+    """
+    for name in config.parameters:
+        if not any(f".{change.target.name}".endswith(f".{name}") for change in changes):
+            raise ConfigError(f"{file}: target_parameters has {name!r}, of which {TENSORS} has no tensors")
 
 
 def _described(tensor: Tensor) -> str:
