@@ -127,7 +127,8 @@ def test_counters_become_rates_from_one_change_to_the_next() -> None:
 
 
 def test_pages_in_use_are_neither_free_nor_only_cached() -> None:
-    series = {"pages": 100.0, "free_pages": 60.0, "cached_pages": 30.0}
+    """Of 35 pages in the cache, requests hold 5."""
+    series = {"pages": 100.0, "free_pages": 60.0, "cached_pages": 35.0, "evictable_pages": 30.0}
     scrape = {
         f'x_node_{name}{{node="d",role="decode"}}': [[1.0, value], [2.0, value]] for name, value in series.items()
     }

@@ -16,7 +16,7 @@ from support.gateway.toy_formats import TOY_FORMATS
 from support.gateway.toy_stack import answers, ids_of, last_prompt, toy_stack
 
 from common.stage_spans import StageSpan
-from common.wire.messages import Pairs, PairState
+from common.wire.messages import Heartbeat, Pairs, PairState
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TIMEOUT_MS = 180_000
@@ -369,6 +369,19 @@ async def test_a_failed_pair_shows_its_reason(browser, folder):
             await page.get_by_text("can exchange pages with no node").first.wait_for()
             assert await page.locator(".link.failed").count() == 1
             assert "1 of them failed" in await page.locator("#nodes-note").inner_text()
+
+
+async def test_pages_that_requests_hold_are_in_use_although_the_cache_has_them(browser, folder):
+    """Of 64 pages, 10 are free, and 50 are cached, of which requests hold 40."""
+    async with running(folder) as stack:
+        _, decode = await stack.pair()
+        pool = Heartbeat(0, 2, 10, 50, 0, {}, {"evictable_pages": 10.0})
+        decode.beat = lambda **counters: decode.send(pool)
+        async with opened(browser, stack.url) as page:
+            shown = page.locator("#decodes .pool tbody tr")
+            await shown.filter(has_text="in use44").wait_for()
+            rows = [await row.locator("th, td").all_inner_texts() for row in await shown.all()]
+            assert [row[:2] for row in rows] == [["in use", "44"], ["cached", "10"], ["free", "10"]]
 
 
 async def test_a_lost_connection_is_shown_and_ends(browser, folder):

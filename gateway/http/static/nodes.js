@@ -36,15 +36,22 @@ function pairsOf(workers) {
   return [...pairs.values()];
 }
 
-/** The KV memory of all nodes in a few words; cached prefixes count as free, since they make room when it is needed. */
+/** The pages of a node: free, cached and used by no request, which make room when it is needed, and all others. */
+function poolOf({ register, heartbeat }) {
+  const free = heartbeat ? heartbeat.num_free_pages : register.num_pages;
+  const cached = heartbeat?.gauges.evictable_pages ?? 0;
+  return { used: Math.max(0, register.num_pages - free - cached), cached, free };
+}
+
+/** The KV memory of all nodes in a few words. */
 function usedMemory(workers) {
   let [used, total] = [0, 0];
-  for (const { register, heartbeat } of workers) {
-    const size = pageBytes(register.layout);
-    total += register.num_pages * size;
-    if (heartbeat) used += (register.num_pages - heartbeat.num_free_pages - heartbeat.num_cached_pages) * size;
+  for (const worker of workers) {
+    const size = pageBytes(worker.register.layout);
+    total += worker.register.num_pages * size;
+    used += poolOf(worker).used * size;
   }
-  return `${bytes(Math.max(0, used))} of ${bytes(total)} KV memory in use`;
+  return `${bytes(used)} of ${bytes(total)} KV memory in use`;
 }
 
 /** Makes the map; returns the function that shows workers in it. */
@@ -154,11 +161,10 @@ function stateOf(worker, pairs) {
 }
 
 /** The pool as a bar, and as a table of pages, tokens and bytes. */
-function showPages(bar, table, { register, heartbeat }) {
+function showPages(bar, table, worker) {
+  const { register, heartbeat } = worker;
   const total = register.num_pages;
-  const free = heartbeat ? heartbeat.num_free_pages : total;
-  const cached = heartbeat ? heartbeat.num_cached_pages : 0;
-  const used = Math.max(0, total - free - cached);
+  const { used, cached, free } = poolOf(worker);
   setStyle(bar, { "--used": `${(100 * used) / total}%`, "--cached": `${(100 * cached) / total}%` });
   bar.title = `${count(total)} KV pages: ${percent(used / total)} in use, ${percent(cached / total)} cached`;
   bar.setAttribute("aria-label", bar.title);

@@ -91,7 +91,8 @@ def _rates(scrape: Series, ending: str) -> Lines:
 
 def _pages(scrape: Series) -> Lines:
     """Share of pages that requests hold: neither free nor only cached."""
-    every, free, cached = (_family(scrape, ending) for ending in ("node_pages", "node_free_pages", "node_cached_pages"))
+    names = ("node_pages", "node_free_pages", "node_evictable_pages")
+    every, free, cached = (_family(scrape, ending) for ending in names)
     lines: Lines = []
     for node, series in every.items():
         idle: list[dict[float, float]] = [dict(map(_pair, side.get(node, []))) for side in (free, cached)]
