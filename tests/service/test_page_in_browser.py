@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import shutil
@@ -382,6 +383,28 @@ async def test_pages_that_requests_hold_are_in_use_although_the_cache_has_them(b
             await shown.filter(has_text="in use44").wait_for()
             rows = [await row.locator("th, td").all_inner_texts() for row in await shown.all()]
             assert [row[:2] for row in rows] == [["in use", "44"], ["cached", "10"], ["free", "10"]]
+
+
+async def test_rates_of_nodes_are_over_the_time_between_two_heartbeats(browser, folder):
+    """Each answer has a heartbeat that is 1,000 s younger than the last one, and 100,000 tokens more."""
+    numbers = itertools.count()
+
+    async def age(route):
+        answer, number = await route.fetch(), next(numbers)
+        content = await answer.json()
+        for worker in content["workers"]:
+            worker["seen_s_ago"] = 1000.0 * (1000 - number)
+            if worker["heartbeat"]:
+                worker["heartbeat"]["counters"] = {"output_tokens": 100_000.0 * number}
+        await route.fulfill(response=answer, json=content)
+
+    async with running(folder) as stack:
+        await stack.pair()
+        async with opened(browser, stack.url) as page:
+            await page.route("**/v1/workers", age)
+            await page.reload()
+            await page.get_by_text(re.compile(r"^(100|9\d) output tokens/s$")).wait_for()
+            await page.unroute_all(behavior="ignoreErrors")
 
 
 async def test_a_lost_connection_is_shown_and_ends(browser, folder):

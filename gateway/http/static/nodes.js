@@ -92,24 +92,25 @@ function showColumn(column, role, nodes, update) {
   keyed(column, nodes, { key: (worker) => worker.incarnation, make: makeCard, update });
 }
 
-/** Rates of the counters that heartbeats carry, by node and counter. */
+/** Rates of the counters that heartbeats carry, by node and counter, over the time between two heartbeats. */
 class CounterRates {
   #known = new Map();
 
   update(workers) {
     const now = performance.now() / 1000;
-    for (const { incarnation, heartbeat } of workers) {
+    for (const { incarnation, heartbeat, seen_s_ago: age } of workers) {
       if (!heartbeat) continue;
+      const at = now - age;
       const before = this.#known.get(incarnation);
       const counters = heartbeat.counters;
       if (!before) {
-        this.#known.set(incarnation, { at: now, counters, rates: {} });
-      } else if (now - before.at >= 1.9) {
-        const seconds = now - before.at;
+        this.#known.set(incarnation, { at, counters, rates: {} });
+      } else if (at - before.at >= 1.9) {
+        const seconds = at - before.at;
         const rates = Object.fromEntries(
           Object.entries(counters).map(([name, value]) => [name, Math.max(0, value - (before.counters[name] ?? 0)) / seconds]),
         );
-        this.#known.set(incarnation, { at: now, counters, rates });
+        this.#known.set(incarnation, { at, counters, rates });
       }
     }
     const present = new Set(workers.map((worker) => worker.incarnation));
