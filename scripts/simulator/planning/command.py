@@ -76,7 +76,7 @@ def make_service_plan(config: SimulateConfig) -> tuple[PlanResult, Mapping[tuple
             "--plan needs requests at different instants of a window: raise --plan-requests, or lower --plan-windows "
             "or --burst-size"
         )
-    span_s = sum(seconds_of(window, sum(map(len, plan.sessions))) for window, plan in zip(windows, plans, strict=True))
+    span_s = sum(seconds_of(window, plan.num_sessions or 0) for window, plan in zip(windows, plans, strict=True))
     load = LoadSize.of(plans, span_s, config.slos)
     goal = Goal(config.slo_attainment, config.plan_confidence, MAX_DEVICES)
     choices = choices_of(config)

@@ -61,10 +61,10 @@ def windows_of(config: SimulateConfig, *, num_windows: int, num_requests: int) -
     return found
 
 
-def seconds_of(window: SimulateConfig, num_requests: int) -> float:
-    """The time in which this many requests arrive: until the next one that the window does not have."""
+def seconds_of(window: SimulateConfig, num_sessions: int) -> float:
+    """The time in which this many sessions begin: until the next one that the window does not have."""
     if window.rate is not None:
-        return num_requests / _rate(window)
+        return num_sessions / _rate(window)
     begin, end = window.window
     return (end - begin) * window.time_scale
 

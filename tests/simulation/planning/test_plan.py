@@ -22,7 +22,7 @@ from scripts.simulator.costs import Costs
 from scripts.simulator.hardware.node_model import NodeModel
 from scripts.simulator.main import main
 from scripts.simulator.planning import command, estimate
-from scripts.simulator.planning.command import choices_of
+from scripts.simulator.planning.command import choices_of, make_service_plan
 from scripts.simulator.planning.deployment import Deployment, Settings
 from scripts.simulator.planning.estimate import LoadSize, Objective, RequestSize
 from scripts.simulator.planning.evaluation import Evaluator, deployed, run_window
@@ -103,6 +103,15 @@ def test_a_load_is_as_fast_as_its_requests_arrive(trace: Path) -> None:
         assert LoadSize.of(plans, sum(seconds_of(window, 2) for window in windows), {}).requests_per_s == pytest.approx(
             2
         )
+
+
+def test_each_turn_of_a_session_is_a_request_of_the_load() -> None:
+    """Sessions come at 2/s, each with 4 requests: 50 new prompt tokens after the turns before, and 2 output tokens."""
+    words = "--plan --rate=2 --turns=4 --input-len=50 --output-len=2 --slo-ttft=1 --plan-windows=3 --plan-requests=9"
+    result, _ = make_service_plan(config(*words.split(), "--plan-processes=1"))
+    assert result.load.requests_per_s == pytest.approx(8.0)
+    assert result.load.output_tokens_per_s == pytest.approx(16.0)
+    assert result.load.input_tokens_per_s == pytest.approx(2 * (50 + 102 + 154 + 206))
 
 
 MIX = "chat:share=1,input=200,output=20; batch:share=9,input=30000,output=20,slo-ttft=30s,slo-itl=2s"
