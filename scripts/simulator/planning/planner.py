@@ -3,7 +3,6 @@
 Everything here follows from ``evaluate``; simulations, processes and printing are elsewhere.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -242,8 +241,6 @@ class Planner:
             for tp in own.prefill_tps
         ):
             return "prompts take longer than --slo-ttft or --slo-e2e even alone: raise it, or take faster hardware"
-        if not any(estimate.largest_batch(self._load, own.nodes[tp], math.inf, 1) for tp in own.decode_tps):
-            return "a request does not fit into the KV pool of a node: raise --max-total-tokens, or take more memory"
         return (
             "a decode step takes longer than --slo-itl or --slo-tpot even with one request: raise it, or take faster "
             "hardware"
