@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import msgspec
 
+from common.errors import ErrorCode
 from gateway.metrics.collectors import MetricTotals
 
 INTERVAL_S = 1.0
@@ -23,6 +24,7 @@ class LiveSample(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         requests_per_s: outputs that ended.
+        errors_per_s: outputs that failed and requests that were refused, without those that clients ended.
         running: outputs that the gateway has sent to nodes.
         waiting: outputs that wait in the gateway.
     """
@@ -77,7 +79,7 @@ def _sample(before: MetricTotals, now: MetricTotals, window: MetricTotals) -> Li
     return LiveSample(
         requests_per_s=round((now.num_ended - before.num_ended) / seconds, 3),
         tokens_per_s=round((now.num_tokens - before.num_tokens) / seconds, 3),
-        errors_per_s=round((sum(now.errors.values()) - sum(before.errors.values())) / seconds, 3),
+        errors_per_s=round((_num_failed(now) - _num_failed(before)) / seconds, 3),
         ttft_p50_s=percentile(now.first_token_bounds, first_tokens, 0.5),
         ttft_p99_s=percentile(now.first_token_bounds, first_tokens, 0.99),
         inter_token_p50_s=percentile(now.gap_bounds, gaps, 0.5),
@@ -85,6 +87,10 @@ def _sample(before: MetricTotals, now: MetricTotals, window: MetricTotals) -> Li
         running=now.num_running,
         waiting=now.num_waiting,
     )
+
+
+def _num_failed(totals: MetricTotals) -> int:
+    return sum(totals.errors.values()) - totals.errors.get(ErrorCode.ABORTED, 0)
 
 
 def _difference(before: Sequence[int], now: Sequence[int]) -> list[int]:

@@ -48,9 +48,8 @@ def test_a_percentile_lies_in_the_bucket_that_holds_it(counts, share):
 
 
 def test_rates_are_per_second_however_late_a_sample_is():
-    later = replace(
-        NOTHING, at=2.0, num_ended=3, num_tokens=100, errors={"queue_full": 4}, num_running=5, num_waiting=6
-    )
+    errors = {"queue_full": 4, "aborted": 6}
+    later = replace(NOTHING, at=2.0, num_ended=3, num_tokens=100, errors=errors, num_running=5, num_waiting=6)
     (sample,) = history_of(NOTHING, later).samples
     assert (sample.requests_per_s, sample.tokens_per_s, sample.errors_per_s) == (1.5, 50.0, 2.0)
     assert (sample.running, sample.waiting) == (5, 6)
