@@ -39,6 +39,8 @@ DELAY_S = 1.0
 #: The longest time for one batch, retries included, and for the last export at a stop.
 TIMEOUT_S, STOP_S = 10.0, 2.0
 TRACES_PATH = "/v1/traces"
+#: Stages of decode nodes alone, by which those of earlier attempts are known.
+DECODE_STAGES = {"decode_queue", "prefill_wait", "transfer", "batch_join", "decode"}
 
 
 class OtlpExporter:
@@ -173,11 +175,13 @@ class _SpanMaker:
         )
         status = trace.Status(trace.StatusCode.ERROR, timeline.status) if is_error else trace.Status()
         yield self._made(
-            whole, timeline, unix_offset_s, context=root, parent=parent, kind=trace.SpanKind.SERVER, status=status
+            whole, GATEWAY, unix_offset_s, context=root, parent=parent, kind=trace.SpanKind.SERVER, status=status
         )
         prefills: dict[str, Any] = {}  # the spans that contain the chunks
+        spans = timeline.spans(timeline.ended_at)
+        decodes = {timeline.decode, *(span.process for span in spans if span.name in DECODE_STAGES)}
         errors = {name: clock.error_s for name, clock in timeline.clocks(timeline.ended_at).items()}
-        for span in timeline.spans(timeline.ended_at):
+        for span in spans:
             own = self._context(context.trace_id, secrets.token_hex(8))
             above = prefills.get(span.process, root) if span.name == "prefill_chunk" else root
             if span.name == "prefill":
@@ -185,13 +189,14 @@ class _SpanMaker:
             attributes = {f"baton.{name}": value for name, value in span.attributes.items()}
             if math.isfinite(error_s := errors.get(span.process, math.inf)):
                 attributes["baton.clock_error_s"] = error_s
-            yield self._made(span._replace(attributes=attributes), timeline, unix_offset_s, context=own, parent=above)
+            role = GATEWAY if span.process == GATEWAY else "decode" if span.process in decodes else "prefill"
+            yield self._made(span._replace(attributes=attributes), role, unix_offset_s, context=own, parent=above)
 
-    def _made(self, span: TimelineSpan, timeline: Timeline, unix_offset_s: float, **others: Any) -> "ReadableSpan":
+    def _made(self, span: TimelineSpan, role: str, unix_offset_s: float, **others: Any) -> "ReadableSpan":
         start_s = span.start_at + unix_offset_s
         return self._span(
             span.name,
-            resource=self._resource_of(span.process, timeline),
+            resource=self._resource_of(span.process, role),
             attributes=dict(span.attributes),
             start_time=int(start_s * 1e9),
             end_time=int((start_s + span.duration_s) * 1e9),
@@ -203,8 +208,7 @@ class _SpanMaker:
         flags = self._trace.TraceFlags(self._trace.TraceFlags.SAMPLED)
         return self._trace.SpanContext(int(trace_id, 16), int(span_id, 16), is_remote, flags)
 
-    def _resource_of(self, process: str, timeline: Timeline) -> "Resource":
-        role = GATEWAY if process == GATEWAY else "decode" if process == timeline.decode else "prefill"
+    def _resource_of(self, process: str, role: str) -> "Resource":
         found = self._resources.get((role, process))
         if found is None:
             if len(self._resources) >= MAX_RESOURCES:  # names of nodes may change with every start

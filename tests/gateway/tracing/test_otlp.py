@@ -14,9 +14,10 @@ from common.errors import ConfigError
 from common.sampling_params import SamplingParams
 from common.stage_spans import StageSpan
 from gateway.requests.input.generate_request import GenerateRequest
-from gateway.requests.output_processor import OutputStream
+from gateway.requests.output_processor import OutputStream, StageReport
 from gateway.tracing import otlp
 from gateway.tracing.timelines import Timeline
+from gateway.tracing.trace_context import TraceContext
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SECRET = "Rough winds do shake"
@@ -198,12 +199,31 @@ def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         otlp.OtlpExporter("http://localhost:4318", MonotonicClock())
 
 
+def timeline_of(*reports: StageReport) -> Timeline:
+    """Of a sampled output, which the node d2 decoded in the end."""
+    request = GenerateRequest("a", "a", (1,), SamplingParams(max_new_tokens=1))
+    trace = TraceContext(TRACE, PARENT, PARENT, is_sampled=True, operation="chat")
+    stream = OutputStream(request, 0, lambda: None, lambda stream: None, 1.0, trace=trace)  # type: ignore[arg-type, return-value]
+    stream.decode, stream.finish, stream.ended_at, stream.reports = "d2", "stop", 9.0, [*reports]
+    return Timeline.of(stream)
+
+
+def test_the_spans_of_a_lost_decode_node_are_those_of_a_decode_node() -> None:
+    """The output went from d1 to d2, which computed the prompt again."""
+    timeline = timeline_of(
+        StageReport("p", 0.0, 0.0, [StageSpan("prefill", 2.0, 1.0)]),
+        StageReport("d1", 0.0, 0.0, [StageSpan("transfer", 3.0, 1.0), StageSpan("retracted", 4.0, 1.0)]),
+        StageReport("d2", 0.0, 0.0, [StageSpan("prefill", 6.0, 1.0)]),
+    )
+    found = [span.resource.attributes for span in otlp._SpanMaker().of(timeline, 0.0)]
+    assert {(one["service.instance.id"], one["service.name"]) for one in found} == {
+        ("gateway", "baton-gateway"), ("p", "baton-prefill"), ("d1", "baton-decode"), ("d2", "baton-decode"),
+    }  # fmt: skip
+
+
 @pytest.mark.slow
 def test_resources_of_nodes_that_are_gone_are_not_kept_for_ever() -> None:
     maker = otlp._SpanMaker()
-    request = GenerateRequest("a", "a", (1,), SamplingParams(max_new_tokens=1))
-    stream = OutputStream(request, 0, lambda: None, lambda stream: None, 1.0)  # type: ignore[arg-type, return-value]
-    timeline = Timeline.of(stream)
     for number in range(otlp.MAX_RESOURCES + 1):
-        maker._resource_of(f"node-{number}", timeline)
+        maker._resource_of(f"node-{number}", "prefill")
     assert len(maker._resources) <= otlp.MAX_RESOURCES
