@@ -59,6 +59,14 @@ def test_the_tiles_show_the_figures_of_the_json() -> None:
     assert shown_tiles(page([report]))["TTFT p50"] == ("100.0", "ms")
 
 
+def test_the_rate_of_an_open_loop_is_that_of_sessions() -> None:
+    """40 and 80 requests in 50 s; in a closed loop, all turns count."""
+    turns = [*steady(), *steady(turn=1)]
+    rates = [(steady(), {}), (turns, {}), (turns, {"concurrency": 4})]
+    found = [tiles(report_of(records, **options))[1].note for records, options in rates]
+    assert found == ["0.8/s were sent", "1.6 sessions/s began", "1.6/s were sent"]
+
+
 def test_tiles_are_judged_by_the_limits_of_the_run() -> None:
     """Of 40 requests, all take 100 ms to the first token; one more takes 2 s."""
     within = report_of(steady(), slo_ttft="500ms")
@@ -117,6 +125,13 @@ def test_the_summary_fits_a_terminal_of_80_columns() -> None:
     lines = summary_lines(report)
     assert max(map(len, lines)) <= WIDTH and all(line.isprintable() for line in lines)
     assert lines[0].startswith("Load test of") and any(line.startswith("TTFT p50") for line in lines[:14])
+
+
+def test_the_summary_says_that_tokens_of_a_server_without_usage_are_events() -> None:
+    words = "40 responses without usage: each event counts as one token"
+    assert any(words in line for line in summary_lines(report_of(steady())))
+    for known in ({"usage_output": 3}, {"has_counts": True}):
+        assert not any("without usage" in line for line in summary_lines(report_of(steady(**known))))
 
 
 def test_hostile_text_cannot_add_elements_or_styles() -> None:

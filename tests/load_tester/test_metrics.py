@@ -227,6 +227,7 @@ def test_uncounted_output_has_no_mismatch() -> None:
     silent = record(0.1, 0.2)  # two events with unknown numbers of tokens
     found = metrics.tokens([said, silent])
     assert (found["input_asked"], found["input_said"], found["other_length_than_asked"]) == (10, 10, 0)
+    assert found["uncounted"] == 1
 
 
 # ---- validity --------------------------------------------------------------------------------------------------------

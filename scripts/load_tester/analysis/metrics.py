@@ -341,6 +341,7 @@ def tokens(records: Sequence[RequestRecord]) -> Figures:
         "usage_mismatches": sum(record.usage_output != record.num_counted for record in exact)
         + sum((record.usage_output or 0) < record.num_counted for record in said if not record.has_counts),
         "other_length_than_asked": sum(record.num_output != record.num_output_asked for record in known),
+        "uncounted": len(good) - len(known),
     }
 
 

@@ -125,6 +125,9 @@ def _token_facts(report: Report) -> list[Fact]:
     if tokens["other_length_than_asked"]:
         value = counted(tokens["other_length_than_asked"], "response")
         found.append(Fact("lengths", value, "with another number of tokens than asked for"))
+    if tokens["uncounted"]:
+        value = f"{counted(tokens['uncounted'], 'response')} without usage: each event counts as one token"
+        found.append(Fact("tokens", value, "the server said neither how many tokens came nor which"))
     if report.outputs:
         found.append(Fact("outputs", describe_outputs(report.outputs), "against --expect-file"))
     return found

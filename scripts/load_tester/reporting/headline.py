@@ -57,8 +57,7 @@ class Alert:
 
 
 def tiles(report: Report) -> list[Tile]:
-    rates, arrivals = report.throughput, report.arrivals
-    sent = f"{per_second(arrivals['achieved_rate'])}/s were sent" if arrivals["achieved_rate"] else ""
+    rates, sent = report.throughput, _sent(report)
     return [
         _goodput(report),
         Tile("Throughput", per_second(rates["requests_per_s"]), "requests/s", "answered completely", note=sent),
@@ -72,6 +71,14 @@ def tiles(report: Report) -> list[Tile]:
         latency_tile(report, "itl", "p99"),
         latency_tile(report, "e2e", "p50"),
     ]  # fmt: skip
+
+
+def _sent(report: Report) -> str:
+    """The rate at which requests went out: in an open loop that of sessions, whose later turns follow their answers."""
+    rate = report.arrivals["achieved_rate"]
+    has_turns = not report.config["concurrency"] and any(record.turn for record in report.records)
+    words = " sessions/s began" if has_turns else "/s were sent"
+    return f"{per_second(rate)}{words}" if rate else ""
 
 
 def _goodput(report: Report) -> Tile:
