@@ -31,7 +31,6 @@ from common.engine.models.expert_config import (
     parse_experts,
 )
 from common.errors import ConfigError, UnsupportedModelError
-from common.model_folder import TOKENIZER_CONFIG, TOKENIZER_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,17 +346,6 @@ def eos_token_ids(folder: Path, *sources: dict[str, Any]) -> tuple[int, ...]:
                 f"token ids, not {token!r}"
             )
     return tuple(dict.fromkeys(ids))
-
-
-def tokenizer_end_ids(folder: Path) -> tuple[int, ...]:
-    """Return the id of the tokenizer's ``eos_token``; none if the folder does not tell it.
-
-    Fine-tunes of a base model often name the end of a turn there alone. vLLM and SGLang end outputs with it, too.
-    """
-    named = read_json(folder / TOKENIZER_CONFIG, required=False).get("eos_token")
-    text = named.get("content") if isinstance(named, dict) else named
-    added = read_json(folder / TOKENIZER_FILE, required=False).get("added_tokens") or []
-    return tuple(token["id"] for token in added if text is not None and token.get("content") == text)
 
 
 def generation_defaults(generation: dict[str, Any], folder: Path) -> dict[str, float]:

@@ -22,6 +22,7 @@ from common.node.loading.device_plan import (
     plan_graphs,
     plan_reserve,
 )
+from common.node.loading.end_tokens import tokenizer_end_ids
 from common.node.loading.memory_plan import (
     Capacity,
     MemoryLayout,
@@ -126,7 +127,6 @@ def _load_model_config(config: NodeConfig) -> "BaseModelConfig":
     """What the checkpoint and the options say about the model; no weights are loaded."""
     from common.engine.models.checkpoints.checkpoint import weight_files
     from common.engine.models.checkpoints.weight_version import fingerprint
-    from common.engine.models.config import tokenizer_end_ids
     from common.engine.models.implementation import load_config
     from common.engine.models.transformers_impl.config import TransformersConfig
 
