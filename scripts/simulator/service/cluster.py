@@ -39,7 +39,7 @@ class Cluster:
         self._settings = settings
         num_cores = settings.num_cores
         self._cores = None if num_cores is None else Cores(self.events, num_cores)
-        self.network = Network(self.events, settings.costs, self._passes)
+        self.network = Network(self.events, settings.costs, self._passes, self._wait_s)
         self.gateway = Gateway(pool, self.events, self._from_gateway, on_end=on_end)
         self.nodes: dict[str, Node] = {}  # by incarnation, including killed nodes
         self.role_changes: list[tuple[float, Role]] = []
@@ -209,14 +209,18 @@ class Cluster:
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def _arrival_at(self, sender: str, receiver: str) -> float:
-        """When a message arrives that is sent now. Nodes without cores of their own may have to wait for one."""
+        """When a message arrives that is sent now."""
         at = self.events.now() + self._message_s
         if self._cores is not None:
-            if sum(node.is_alive for node in self.nodes.values()) > self._cores.count:
-                at += self._cores.wait_s
-            at = max(at, self._arrivals.get((sender, receiver), 0.0))  # messages keep their order
+            at = max(at + self._wait_s(), self._arrivals.get((sender, receiver), 0.0))  # messages keep their order
             self._arrivals[sender, receiver] = at
         return at
+
+    def _wait_s(self) -> float:
+        """How long a thread of a node that wakes now waits for a core, unless each node has one of its own."""
+        if self._cores is None or sum(node.is_alive for node in self.nodes.values()) <= self._cores.count:
+            return 0.0
+        return self._cores.wait_s()
 
     def _from_gateway(self, incarnation: str, message: Message) -> None:
         receive, at = self.nodes[incarnation].on_gateway_messages, self._arrival_at(GATEWAY, incarnation)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from common.config.shared import Role
 from scripts.simulator.event_queue import EventQueue, Timer
 
-#: How long a thread that wakes, and may run on any core, waits while all compute: most of a tick of Linux 6.18, 4 ms.
-WAKE_S = 0.003
+#: How long a thread that wakes, and may run on any core, waits at most while all compute: Linux 6.18 lets another
+#: thread run until the end of a tick of 4 ms, and sometimes of a second one.
+MAX_WAKE_S = 0.006
 #: How long Linux 6.18 leaves threads on their cores, at least and at most, while there are more threads than cores.
 STAY_S = (0.08, 0.42)
 
@@ -70,10 +71,9 @@ class Cores:
         self._go_on()
         self._move_later()
 
-    @property
     def wait_s(self) -> float:
-        """How long a thread of a node that may run on any core waits for one, to handle a message."""
-        return WAKE_S if len(self._steps) >= self.count else 0.0
+        """How long a thread that wakes now, and may run on any core, waits for one; another time at each call."""
+        return self._random.uniform(0.0, MAX_WAKE_S) if len(self._steps) >= self.count else 0.0
 
     def _progress(self) -> None:
         now = self._events.now()

@@ -12,16 +12,22 @@ from scripts.simulator.service.inprocess_transport import InProcessReader, InPro
 class Network(Wire):
     """A write waits until both links are idle, then takes its transmission time and the latency.
 
+    Two threads wake up for it one after the other, as with shared memory: one copies, the node's loop notices the end.
+
     Args:
         passes: lets something arrive from one node at another, called with both, the call to make, and its arguments.
+        wait_s: how long a thread that wakes now waits for a core.
     """
 
-    def __init__(self, events: EventQueue, costs: Costs, passes: Callable[..., None]) -> None:
+    def __init__(
+        self, events: EventQueue, costs: Costs, passes: Callable[..., None], wait_s: Callable[[], float]
+    ) -> None:
         super().__init__()
         self.busy_s = 0.0
         self._events = events
         self._costs = costs
         self._passes = passes
+        self._wait_s = wait_s
         self._free_at: dict[tuple[str, str], float] = {}  # (direction, node) -> when the link is idle
         self._in_flight: dict[tuple[InProcessWriter, str], dict[int, int]] = {}  # ticket -> number of pages
 
@@ -29,7 +35,8 @@ class Network(Wire):
         """Call ``land`` when these pages have arrived, unless ``drop`` comes first."""
         out, into, free_at = ("out", writer.incarnation), ("in", peer), self._free_at
         takes_s = num_pages * writer.page_bytes / self._costs.wire_bytes_per_s
-        over_at = max(self._events.now(), free_at.get(out, 0.0), free_at.get(into, 0.0)) + takes_s
+        begins_at = self._events.now() + self._wait_s() + self._wait_s()
+        over_at = max(begins_at, free_at.get(out, 0.0), free_at.get(into, 0.0)) + takes_s
         free_at[out] = free_at[into] = over_at
         self.busy_s += takes_s
         self._in_flight.setdefault((writer, peer), {})[ticket] = num_pages
