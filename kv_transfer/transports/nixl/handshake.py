@@ -55,20 +55,23 @@ class Handshake:
         self._load(peer_state, metadata)
         room.put(area, probe)
         for operation, ours in (("WRITE", room.outgoing(area)), ("READ", room.incoming(area))):
-            writes.append(self._transfer_probe(peer_state, operation, ours))
+            self._begin_probe(peer_state, operation, ours, writes)
             while peer_state.num_probes:
                 yield
         if room.came_back(area) != probe:
             raise ConnectionError("the bytes that came back are not those that were sent")
 
-    def _transfer_probe(self, peer_state: PeerState, operation: str, ours: tuple[int, int, int]) -> Write:
+    def _begin_probe(
+        self, peer_state: PeerState, operation: str, ours: tuple[int, int, int], writes: list[Write]
+    ) -> None:
         nixl, there = self._agent.nixl, peer_state.endpoint.probe
         local = nixl.get_xfer_descs([ours], self._agent.probe.region.kind)
         remote = nixl.get_xfer_descs([there.run(0, PROBE_BYTES)], there.kind)
         write = Write(peer_state, 0, nixl.initialize_xfer(operation, local, remote, peer_state.agent))
         peer_state.num_probes += 1
-        write.is_failed = nixl.transfer(write.handle) == "ERR"
-        return write
+        writes.append(write)
+        write.is_failed = peer_state.is_gone = True  # where the connection is broken, NIXL raises an error now
+        write.is_failed = peer_state.is_gone = nixl.transfer(write.handle) == "ERR"
 
     def _load(self, peer_state: PeerState, metadata: bytes) -> None:
         """Load the reader's agent.

@@ -133,6 +133,28 @@ def test_a_failed_probe_of_a_detached_peer_gives_its_memory_back(
     until(lambda: len(free) == NUM_PROBE_AREAS)
 
 
+def test_a_reader_whose_connection_has_broken_while_it_was_idle_is_attached_anew(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL raises an error as a probe begins. Its memory is given back, and the reader's agent is loaded again."""
+    reader, writer = open_reader(stack), open_writer(stack)
+    peer, free, known = "d" * 32, writer._agent.probe._free, writer._handshake._known
+
+    def raise_error(handle: object) -> str:
+        raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._agent.nixl, "transfer", raise_error)
+        writer.attach(peer, connect_to(reader, "p" * 32, 1))
+        problems = wait_for_answers([writer], [reader], 1)
+        assert problems == ["nixl cannot reach decode node decode: NIXL_ERR_REMOTE_DISCONNECT"]
+        assert writer.detach(peer)
+        until(lambda: reader.poll(0.0))  # the reader on this host hears of the end
+        assert (len(free), len(known)) == (NUM_PROBE_AREAS, 0)
+    writer.attach(peer, connect_to(reader, "p" * 32, 2))
+    assert wait_for_answers([writer], [reader], 1) == [""]
+
+
 def test_a_pair_breaks_if_a_call_to_nixl_does_not_return_while_pages_are_to_be_written(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
