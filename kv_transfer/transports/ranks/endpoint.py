@@ -95,9 +95,7 @@ class RankEndpoint:
 
     def close(self) -> None:
         """Close the transports and the connection. Idempotent."""
-        if self._reader is not None or self._writer is not None:
-            self._transport.close()
-        self._reader = self._writer = None
+        self._close()
         self._stream.close()
 
     # ---- both ends --------------------------------------------------------------------------------------------------
@@ -116,9 +114,8 @@ class RankEndpoint:
         return [self._transport.name, *self._transport.names]
 
     def _close(self) -> None:
-        for descriptor in self._transport.files():
-            self._poller.unregister(descriptor)
-        self._transport.close()
+        if self._reader is not None or self._writer is not None:
+            self._transport.close()
         self._reader = self._writer = None
 
     def _counters(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +14,13 @@ from support.kv.shm_ends import open_descriptors
 
 from common.cache.page_allocator import Owner
 from common.cache.page_layout import PageLayout
-from common.errors import RankLostError
+from common.errors import ConfigError, RankLostError
 from common.request import RequestKey
 from common.wire.messages import Connect, LayoutMessage, PagesWritten, Refused
 from kv_transfer.transports.base import Attached, AttachError
 from kv_transfer.transports.factory import TransportSettings
 from kv_transfer.transports.ranks import RanksReader, RanksWriter
+from kv_transfer.transports.ranks.endpoint import serve_rank
 from kv_transfer.transports.ranks.remote import RemoteWriter
 
 Make = Callable[..., RankNodes]
@@ -193,6 +195,18 @@ def test_an_end_that_cannot_be_opened_at_another_rank_leaves_no_descriptor() -> 
     with pytest.raises(RankLostError) as lost:
         RemoteWriter(connect(), store, TransportSettings(), rank=1)
     assert open_descriptors() <= num_before, lost
+    store.close()
+
+
+def test_a_rank_that_cannot_open_its_end_reports_why_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemfdStore(2)
+    ours, theirs = socket.socketpair()
+    rank_1 = threading.Thread(target=serve_rank, args=(theirs, store))
+    rank_1.start()
+    with pytest.raises(ConfigError, match="this pool is in host memory"):
+        RemoteWriter(ours, store, TransportSettings("cuda-ipc"), rank=1)
+    rank_1.join()
+    assert not caplog.records
     store.close()
 
 
