@@ -1,6 +1,6 @@
 """Which transports have broken for which peers, so that others carry their pages for a while. Pure.
 
-A transport rests for a peer once it has broken, or could not be attached again when its rest was over. Each rest is
+A transport rests for a peer once it has broken, or could not be attached again after it had carried pages. Each rest is
 twice as long as the one before, unless the transport has worked for longer than that in between. When a pair must be
 mended, a transport that could not be attached is tried last, since waiting for it again would hold up transfers.
 """
@@ -50,8 +50,8 @@ class BrokenTransports:
             self._rest(peer, transport, now, worked_s=now - attached_at)
 
     def could_not_attach(self, peer: str, transport: str, now: float) -> None:
-        """A transport rests once more if it has broken before."""
-        if (peer, transport) in self._rests:
+        """A transport rests once more if it has broken before, and for the first time if it was attached last."""
+        if (peer, transport) in self._rests or self._carrying.get(peer, ("", now))[0] == transport:
             self._rest(peer, transport, now, worked_s=0.0)
             return
         self._failed.pop((peer, transport), None)

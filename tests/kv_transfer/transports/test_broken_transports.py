@@ -53,12 +53,19 @@ def test_a_transport_that_has_worked_for_longer_than_its_last_rest_rests_shortly
     assert rest_s(broken, now) == 30
 
 
-def test_a_transport_that_cannot_attach_rests_only_if_it_has_broken_before(broken: BrokenTransports) -> None:
+def test_a_transport_that_cannot_attach_rests_once_more_if_it_has_broken_before(broken: BrokenTransports) -> None:
     broken.could_not_attach("peer", "fast", 0.0)
     assert not broken.is_resting("peer", "fast", 0.0)
     now = break_after(broken, 1.0, 0.0) + MIN_REST_S
     broken.could_not_attach("peer", "fast", now)
     assert rest_s(broken, now) == 60
+
+
+def test_a_transport_that_was_attached_last_and_cannot_attach_again_rests(broken: BrokenTransports) -> None:
+    """As after a loss of the control connection, which ends an attachment without a break of its own."""
+    broken.attached("peer", "fast", 0.0)
+    broken.could_not_attach("peer", "fast", 1.0)
+    assert rest_s(broken, 1.0) == MIN_REST_S
 
 
 def test_a_transport_is_due_once_its_rest_is_over_and_another_carries_pages(broken: BrokenTransports) -> None:

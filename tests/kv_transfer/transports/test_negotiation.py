@@ -281,6 +281,15 @@ def test_a_pair_returns_to_a_better_transport_once_it_works_and_nothing_is_under
     assert pair.writer.poll() == [] == pair.writer.returns(), "it is on the best"
 
 
+def test_a_pair_that_begins_from_scratch_returns_to_the_transport_of_before_once_that_works(pair: Pair) -> None:
+    assert pair.attach(resumes=False).transport == "a"
+    assert pair.attach(resumes=False, works="bc").transport == "b"
+    pair.now += MIN_REST_S
+    pair.carry_a_page()
+    assert pair.writer.poll() == []
+    assert pair.writer.returns() == [DECODE]
+
+
 def test_the_transport_that_a_pair_has_left_may_end_first(pair: Pair) -> None:
     return_to_better(pair)
     pair.writer.attach_beside(DECODE, offer_beside(pair))
