@@ -427,7 +427,10 @@ class Dispatcher:
         return sum(self.abort(flight.stream.request.rid) for flight in self._in_flight.matching(request_id, tenant))
 
     def shut_down(self) -> None:
-        """End all requests and refuse new ones: the gateway stops."""
+        """End all requests and refuse new ones: the gateway stops.
+
+        Nodes go on with those that have a key, as if the gateway had died: a retry at another one continues the output.
+        """
         self._is_shut = True
         for flight in list(self._in_flight.values()):
             self._fail(flight, RequestError(ErrorCode.SHUTTING_DOWN, "the server is stopping"))
@@ -479,7 +482,8 @@ class Dispatcher:
         self._on_end(stream)
 
     def _release_nodes(self, flight: InFlightRequest, pair: WorkerPair) -> None:
-        if nodes := flight.nodes_to_tell(pair):
+        is_left_to_nodes = self._is_shut and bool(flight.stream.request.key)
+        if not is_left_to_nodes and (nodes := flight.nodes_to_tell(pair)):
             self._channel.send(Abort(flight.stream.request.rid, flight.attempt, flight.end_reason), *nodes)
         if self._moves and self._moves.drop(flight):
             self.pump_soon()
@@ -569,10 +573,13 @@ class Dispatcher:
     # ---- messages of nodes ------------------------------------------------------------------------------------------
 
     def on_tokens(self, sender: str, message: Tokens) -> None:
-        """Pass tokens to their stream; the sender of tokens that belong to no request is told to stop."""
+        """Pass tokens to their stream; the sender of tokens that belong to no request is told to stop, but not of those
+        that ``shut_down`` has left to it.
+        """
         flight = self._in_flight.concerned(sender, message)
         if flight is None:
-            self._channel.send(Abort(message.rid, message.attempt), sender)
+            if not self._is_shut:
+                self._channel.send(Abort(message.rid, message.attempt), sender)
             return
         if wrong := wrong_output(message, flight):
             self._recover_from_wrong_output(flight, sender, wrong)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ BODY: dict[str, Any] = {
 @pytest.fixture
 def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
     options = {"orphan_timeout": getattr(request, "param", ORPHAN_TIMEOUT_S)}
-    with running(tmp_path / "logs", gateways=2, decode=2, node_options=options) as service:
+    at_once = {"drain_timeout": 0}
+    with running(tmp_path / "logs", gateways=2, decode=2, node_options=options, gateway_options=at_once) as service:
         yield service
 
 
@@ -124,11 +125,14 @@ async def test_orphans_end_and_other_requests_go_on(service: Service) -> None:
         service.wait_until_ready()
 
 
-async def test_a_restarted_gateway_continues_the_requests_of_the_one_before(service: Service) -> None:
+@pytest.mark.parametrize("end", [Service.kill, Service.stop])
+async def test_a_restarted_gateway_continues_the_requests_of_the_one_before(
+    service: Service, end: Callable[[Service, str], Any]
+) -> None:
     async with service.client() as client:
         first = Stream(client, BODY, KEY)
         await first.has(20)
-        service.kill("gateway")
+        end(service, "gateway")
         await first.work
     service.start("gateway")
     service.wait_until_ready()
@@ -136,6 +140,7 @@ async def test_a_restarted_gateway_continues_the_requests_of_the_one_before(serv
         again = await Stream(client, BODY, KEY).whole()
         assert (len(again), again[: len(first.ids)]) == (NUM_TOKENS, first.ids)
         await client.settled()
+        assert await output_tokens(client) <= NUM_TOKENS + 2, "no token is sampled twice"
 
 
 async def test_a_retry_at_another_gateway_takes_the_request_from_one_that_lives(service: Service) -> None:

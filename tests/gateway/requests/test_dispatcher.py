@@ -158,6 +158,17 @@ def test_a_decode_node_is_told_whether_the_prefill_node_has_finished_the_output(
     assert told == [("a", "finished"), ("b", "aborted")]
 
 
+def test_a_stop_leaves_requests_with_a_key_to_the_nodes_for_another_gateway():
+    table = Table(rows=2)
+    table.come("keyed", key="k")
+    table.come("plain")
+    table.requests.shut_down()
+    table.say(DECODE, "keyed", table.sent("keyed")[-1].attempt)  # before its connection to this gateway ends
+    told = [(message.rid, node) for message, node in table.post.sent if isinstance(message, Abort)]
+    assert told == [("plain", PREFILL), ("plain", DECODE)]
+    assert [stream.error.code for stream in table.ended] == [ErrorCode.SHUTTING_DOWN] * 2
+
+
 def test_an_evicted_request_does_not_count_as_an_arrival():
     table = Table(max_queued_requests=1, enable_priority_scheduling=True)
     table.load_meter.sample(0, 0.0)
