@@ -47,6 +47,7 @@ class FurtherAttempts:
         if flight.recovery is None:
             flight.recovery = Recovery(end, now, num_output)
             self._recovering[flight.stream.request.rid] = flight
+        flight.recovery.waits(now - flight.began_at)  # at its nodes, however long a prompt or a queue they had
         backoff_s = flight.recovery.ended(end, num_output=num_output, revision=flight.revision, now=now)
         return flight.recovery.verdict(now, timeout_s=flight.pool.recovery_timeout_s) or backoff_s
 
@@ -78,15 +79,14 @@ class FurtherAttempts:
         """Requests that have waited longer than the recovery timeout, with their errors.
 
         Time in which a suspect request has nodes for itself does not count, since after losses that many requests
-        shared, they take turns. Nor does time in which a request is paused at its nodes.
+        shared, they take turns.
         """
         since_last_s, self._looked_at = now - self._looked_at, now
-        for rid, flight in list(self._recovering.items()):
+        for flight in list(self._waiting.values()):
             assert flight.recovery is not None
-            is_waiting = rid in self._waiting
-            if flight.pool.registry.has_reserved if is_waiting else flight.is_held:
+            if flight.pool.registry.has_reserved:
                 flight.recovery.waits(since_last_s)
-            if not is_waiting or flight.backoff is not None:  # it has another attempt first
+            if flight.backoff is not None:  # it has another attempt first
                 continue
             lacking = _lacking(flight.pool, flight.recovery)
             error = flight.recovery.expired(now, timeout_s=flight.pool.recovery_timeout_s, lacking=lacking)

@@ -13,8 +13,8 @@ before it ended:
   loss that only another node reports, until the gateway itself has lost that node.
 - Attempts are in a row if fewer than ``NUM_PROGRESS`` output tokens came between them: a request that kills its nodes
   does so again where it continues.
-- A request that has got no further token for the whole recovery timeout ends; time in which others had the nodes for
-  themselves, or in which the request was paused at its nodes, does not count.
+- A request ends that has waited for its next attempts for the whole recovery timeout since its last token. Time at its
+  nodes does not count, nor does time in which others had the nodes for themselves.
 - A request that a full node refuses is tried again likewise, since ``Admission`` has accepted it. It waits as in the
   gateway's own queue, before all requests that have not been sent.
 """
@@ -124,8 +124,8 @@ class Recovery:
         self.num_losses += 1
 
     def waits(self, seconds: float) -> None:
-        """Leave so many seconds out of the recovery timeout: the request is paused, or waits for the retry budget or
-        for nodes that a suspect request has for itself."""
+        """Leave so many seconds out of the recovery timeout: those at nodes, and those of waiting for the retry budget
+        or for nodes that a suspect request has for itself."""
         self.since += seconds
 
     def verdict(self, now: float, *, timeout_s: float) -> RequestError | None:

@@ -308,11 +308,13 @@ def test_a_request_with_one_token_left_is_continued_shortly_before_its_deadline(
     cluster.check_idle()
 
 
-def test_time_in_which_a_client_does_not_read_does_not_count_towards_the_recovery_timeout() -> None:
+@pytest.mark.parametrize("is_read", [False, True], ids=["its client does not read", "its prompt is long"])
+def test_time_at_its_nodes_does_not_count_towards_the_recovery_timeout(is_read: bool) -> None:
     cluster = PlayedCluster(decodes=3, recovery_timeout=60.0)
     stream = cluster.come("a")
-    cluster.prefill("a")
-    cluster.dispatcher.set_paused("a", True)
+    if not is_read:
+        cluster.prefill("a")
+        cluster.dispatcher.set_paused("a", True)
     for _ in range(2):
         cluster.lose(cluster.node_of("decode", "a"))
         for _ in range(9):
