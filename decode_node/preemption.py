@@ -95,7 +95,7 @@ class Preemptor:
         if self._queue.is_computed_here(request):
             if not self.can_have_slot(request, now):
                 return True
-            if not self._queue.long_prompts.may_begin(request, self._table.extending.values(), self._cache):
+            if not self._queue.long_prompts.may_begin(request, self._table.extending.values()):
                 return True
             if not self._queue.may_share_prefix(request):
                 return False

@@ -370,7 +370,7 @@ class PrefillScheduler:
 
     def _lacks_only_room(self, request: Request) -> bool:
         """Whether a waiting request would begin now if it had a slot and pages."""
-        may_begin = self._long_prompts.may_begin(request, self._table.extending.values(), self._cache)
+        may_begin = self._long_prompts.may_begin(request, self._table.extending.values())
         return may_begin and self._sharing().holder_of(request, self._cache) is None
 
     def _ungranted(self) -> list[Request]:

@@ -22,8 +22,6 @@ and none waits for pages that another one holds.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from common.cache.radix_cache import RadixCache
-from common.cache.request_kv import adds_to_cache
 from common.cache.tree_node import TOKEN_BYTES
 from common.request import Request, RequestKey
 from common.scheduling.ordering import RequestOrdering
@@ -51,6 +49,7 @@ class LongPrompts:
 
     def __init__(self, limits: PrefillLimits, ordering: RequestOrdering, page_size: int) -> None:
         self._ordering = ordering
+        self._page_size = page_size
         self._unit = limits.alignment.unit(page_size)
         self._share = limits.long_prompts.share
         self._max_begun = limits.long_prompts.max_begun
@@ -67,16 +66,14 @@ class LongPrompts:
             return request.num_to_compute > self._threshold
         return request.num_tokens > self._threshold and bool(request.watch) and request.num_uncached > self._threshold
 
-    def may_begin(self, request: Request, begun: Iterable[Request], cache: RadixCache) -> bool:
+    def may_begin(self, request: Request, begun: Iterable[Request]) -> bool:
         """Whether a waiting request that has room may begin beside these begun ones."""
         if not self._is_shared:
             return True
         long = [other for other in begun if self.is_long(other)]
-        return self.may_begin_beside(long, request, cache, is_long=self.is_long(request))
+        return self.may_begin_beside(long, request, is_long=self.is_long(request))
 
-    def may_begin_beside(
-        self, long: Collection[Request], request: Request, cache: RadixCache, *, is_long: bool
-    ) -> bool:
+    def may_begin_beside(self, long: Collection[Request], request: Request, *, is_long: bool) -> bool:
         """Whether a waiting request may begin beside those of these long prompts that have begun.
 
         No request may while a long one that does not come after it computes its next tokens, unless it does not use
@@ -85,9 +82,7 @@ class LongPrompts:
         """
         uses_cache = self._kv_window is None or self._kv_window.is_cached(request.num_tokens)
         if uses_cache and any(
-            _is_computing_for(request, other, cache.page_size)
-            and adds_to_cache(cache, other)
-            and not self._ordering.comes_first(request, other)
+            _is_computing_for(request, other, self._page_size) and not self._ordering.comes_first(request, other)
             for other in long
         ):
             return False
@@ -221,7 +216,7 @@ class _SharedStep:
         if request is urgent:
             return True
         is_long = request.key in self._long
-        return self._prompts.may_begin_beside(self._with_pages.values(), request, self._adder.cache, is_long=is_long)
+        return self._prompts.may_begin_beside(self._with_pages.values(), request, is_long=is_long)
 
     def _num_left(self, request: Request) -> tuple[bool, int]:
         """A sort key of a begun long prompt: whether it is less urgent than the first one, and what it lacks."""
@@ -237,13 +232,17 @@ def _is_unfinished(request: Request) -> bool:
 
 
 def _is_computing_for(request: Request, other: Request, page_size: int) -> bool:
-    """Whether the other request, which has begun, computes the page that this waiting request lacks first."""
+    """Whether the other request, which has begun, adds the page to the cache that this waiting request lacks first.
+
+    Nothing but that page is compared, since prompts are long: two requests whose cached tokens end at one node of the
+    tree have these tokens in common.
+    """
     watch = request.watch
-    if watch is None or not other.pages or other.salt != request.salt:
+    if watch is None or watch.node is None or not other.pages or other.is_wrapped or other.salt != request.salt:
         return False
     start = watch.num_tokens * TOKEN_BYTES
     end = start + page_size * TOKEN_BYTES
-    key, packed = watch.key, other.packed
-    if end > min(len(key), len(packed)) or key[start:end] != packed[start:end]:
+    page = watch.key[start:end]
+    if end > len(watch.key) or page != other.packed[start:end] or page in watch.node.children:
         return False
-    return key[:start] == packed[:start]
+    return not start or other.node is watch.node

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.scheduling.single_nodes import DecodeNode, PrefillNode
 
+from common.cache.tree_node import TOKEN_BYTES
 from common.config.scheduling import POLICIES, PriorityRules
 from common.request import Request
 from common.sampling_params import SamplingParams
@@ -98,6 +99,31 @@ def test_a_prompt_does_not_wait_for_a_long_one_like_it_that_adds_nothing_to_the_
     assert at.step() == [("short", 8), ("long", 8)]
     at.scheduler.submit(requests[2])
     assert at.step() == [("like it", 8), ("long", 8)]
+
+
+def noting(packed: bytes, read: list[int]) -> bytes:
+    """Tokens in packed form that note in ``read`` how many of their bytes are read at once."""
+
+    class Noting(bytes):
+        def __getitem__(self, part: Any) -> Any:
+            found = super().__getitem__(part)
+            read.append(len(found))
+            return found
+
+    return Noting(packed)
+
+
+def test_a_prompt_is_compared_with_a_long_one_like_it_by_no_more_than_a_page() -> None:
+    at = node()
+    long = at.submit("long", 400, first=0)
+    for _ in range(10):
+        at.step()
+    like_it = at.submit("like it", 400, first=0)
+    assert like_it.watch is not None and like_it.watch.num_tokens == 10 * CHUNK
+    read: list[int] = []
+    long.packed, like_it.watch.key = noting(long.packed, read), noting(like_it.watch.key, read)
+    assert not at.scheduler._long_prompts.may_begin(like_it, [long])
+    assert read and max(read) <= PAGE * TOKEN_BYTES
 
 
 def test_without_a_cache_no_prompt_waits_for_a_long_one_like_it() -> None:
