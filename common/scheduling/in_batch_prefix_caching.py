@@ -76,15 +76,9 @@ class InBatchPrefixes:
             self._add(packed_tokens(request, len(request.prompt)), request)
 
     def holder_of(self, request: Request, cache: RadixCache) -> Request | None:
-        """The request that is computing a prefix which ``request`` should wait for; None if it should not wait."""
-        if not self._holders or not cache.is_enabled:
-            return None
+        """The request whose prefix a waiting request should wait for, because it is being computed; None if none."""
         watch = request.watch
-        if watch is not None:
-            holder = self._holder(watch.key, request.salt, watch.num_tokens)
-        else:
-            key = packed_tokens(request, request.num_cacheable)
-            holder = self._holder(key, request.salt, cache.match(key, request.salt).num_tokens)
+        holder = None if watch is None else self._holder(watch.key, request.salt, watch.num_tokens)
         if holder is None or self._comes_first(request, holder) or not adds_to_cache(cache, holder):
             return None
         return holder

@@ -11,7 +11,7 @@ from support.scheduling.waiting_requests import PAGE_SIZE, TOKENS, cache_with, r
 
 from common.cache.page_allocator import Owner, PageAllocator
 from common.cache.radix_cache import RadixCache
-from common.cache.request_kv import adds_to_cache
+from common.cache.request_kv import adds_to_cache, packed_tokens
 from common.config.scheduling import POLICIES, PriorityRules
 from common.errors import ConfigError
 from common.request import Request
@@ -23,6 +23,11 @@ from common.scheduling.policies.base import FirstComeFirstServed
 
 def sharing(*computing: Request) -> InBatchPrefixes:
     return InBatchPrefixes(PAGE_SIZE, InBatchPrefixLimits(max_cached=4, min_shared=8), computing)
+
+
+def wait_at(cache: RadixCache, asking: Request) -> Request:
+    asking.watch = cache.watch(packed_tokens(asking, asking.num_cacheable), asking.salt)
+    return asking
 
 
 def use_cached(request: Request, cache: RadixCache) -> None:
@@ -39,7 +44,7 @@ class Busy:
 
     def holder_of(self, asking: Request, cache: RadixCache) -> Request | None:
         use_cached(self._computed, cache)
-        return self._sharing.holder_of(asking, cache)
+        return self._sharing.holder_of(wait_at(cache, asking), cache)
 
 
 def test_a_prompt_is_deferred_if_it_shares_enough_beyond_its_cached_part() -> None:
@@ -58,7 +63,7 @@ def test_a_prompt_is_deferred_if_it_shares_enough_beyond_its_cached_part() -> No
 
 def test_a_prompt_waits_for_no_prefix_that_does_not_enter_the_cache() -> None:
     cache, computed = cache_with(*range(4)), request(*range(20))
-    asking = request(*range(12), 70, 71)
+    asking = wait_at(cache, request(*range(12), 70, 71))
     assert not adds_to_cache(cache, computed)
     assert sharing(computed).holder_of(asking, cache) is None, "the cache has a page that the other one does not use"
     use_cached(computed, cache)
@@ -68,10 +73,12 @@ def test_a_prompt_waits_for_no_prefix_that_does_not_enter_the_cache() -> None:
 
 def test_nothing_is_shared_across_salts_or_without_a_cache() -> None:
     cache = RadixCache(PageAllocator(9), PAGE_SIZE)
-    assert not sharing(request(*range(20), salt="red")).holder_of(request(*range(20), salt="blue"), cache)
-    assert not sharing().holder_of(request(*range(20)), cache)
+    assert not sharing(request(*range(20), salt="red")).holder_of(
+        wait_at(cache, request(*range(20), salt="blue")), cache
+    )
+    assert not sharing().holder_of(wait_at(cache, request(*range(20))), cache)
     off = RadixCache(PageAllocator(9), PAGE_SIZE, is_enabled=False)
-    assert not sharing(request(*range(20))).holder_of(request(*range(20)), off)
+    assert not sharing(request(*range(20))).holder_of(wait_at(off, request(*range(20))), off)
 
 
 @settings(deadline=None)
@@ -93,7 +100,7 @@ def test_the_holder_is_found_as_if_every_pair_were_compared(
     others = [request(*tokens) for tokens in computing]
     for other in others:
         use_cached(other, cache)
-    asking = request(*mine, 7)
+    asking = wait_at(cache, request(*mine, 7))
     found = cache.match(mine).num_tokens
     expected = None
     for other in others:
@@ -102,8 +109,6 @@ def test_the_holder_is_found_as_if_every_pair_were_compared(
         if found <= limits.max_cached and shared - found >= limits.min_shared:
             expected = expected or other
     busy = InBatchPrefixes(page_size, limits, others)
-    assert busy.holder_of(asking, cache) is expected
-    asking.watch = cache.watch(mine)
     assert busy.holder_of(asking, cache) is expected
 
 
@@ -145,7 +150,7 @@ def test_samples_of_one_local_prompt_compute_it_once() -> None:
 def test_a_prefix_is_awaited_only_from_a_request_that_does_not_come_later() -> None:
     order = RequestOrdering(FirstComeFirstServed(), PriorityRules(is_enabled=True))
     cache = RadixCache(PageAllocator(100), PAGE_SIZE)
-    low, high, other, urgent = (request(*range(20), priority=priority) for priority in (0, 5, 0, 9))
+    low, high, other, urgent = (wait_at(cache, request(*range(20), priority=priority)) for priority in (0, 5, 0, 9))
     for computing in ([low, high], [high, low]):
         busy = InBatchPrefixes(PAGE_SIZE, InBatchPrefixLimits(4, 8), computing, comes_first=order.comes_first)
         assert busy.holder_of(other, cache) is high
