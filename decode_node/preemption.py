@@ -68,8 +68,8 @@ class Preemptor:
         if not self._ordering.rules.is_enabled or not (table.waiting or table.retracted):
             return False
         holders = table.preemptible()
-        retracted = map(self._ordering.priority, table.not_held(table.retracted.values()))
-        if not self._ordering.may_preempt_any(max([table.waiting.highest_priority, *retracted]), holders):
+        waiting = [*table.waiting.values(), *table.not_held(table.retracted.values())]
+        if not self._ordering.may_preempt_any(waiting, holders):
             return False
         if not (in_order := self._queue.sort(now)):
             return False

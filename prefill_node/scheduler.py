@@ -349,7 +349,7 @@ class PrefillScheduler:
         if not self._ordering.rules.is_enabled or not self._table.waiting:
             return None
         ungranted = self._ungranted()
-        if self._ordering.may_preempt_any(self._table.waiting.highest_priority, ungranted):
+        if self._ordering.may_preempt_any(self._table.waiting.values(), ungranted):
             first = self._ordering.sort(list(self._table.waiting.values()), now)[0]
             weaker = [victim for victim in ungranted if self._ordering.may_preempt(first, victim, now)]
             if weaker and self._lacks_only_room(first):

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from common.config.scheduling import PriorityRules
-from common.request import Request
+from common.request import LOWEST_PRIORITY, Request
 from common.scheduling.policies.base import Policy
 from common.scheduling.policies.fair import TokenCounters, request_cost, weighted_tokens
 
@@ -151,12 +151,13 @@ class RequestOrdering:
             return False
         return self.effective_priority(request) > self.effective_priority(other)
 
-    def may_preempt_any(self, highest: int, running: Iterable[Request]) -> bool:
-        """Whether a waiting request of priority ``highest`` could preempt any running one. False is always right; True
-        may be wrong, since ages and classes are not looked at."""
+    def may_preempt_any(self, waiting: Iterable[Request], running: Iterable[Request]) -> bool:
+        """Whether a waiting request could preempt a running one. False is always right; True may be wrong, since ages
+        and classes are not looked at."""
         if not self.rules.is_enabled:
             return False
-        lowest = min((self.priority(request) for request in running), default=highest)
+        highest = max((request.priority for request in waiting), default=LOWEST_PRIORITY)
+        lowest = min((request.priority for request in running), default=highest)
         return highest - lowest > self.rules.preemption_threshold
 
     def in_preemption_order(self, running: Iterable[Request]) -> list[Request]:

@@ -117,7 +117,6 @@ class RequestTable(Generic[S, E]):
             invariant(homes == [self.states[key]], f"{key} is {self.states[key]} but stands in {homes}")
         is_whole = sum(map(len, self._queues.values())) == len(self.requests) == len(self.states)
         invariant(is_whole, "a request is in two queues, or in none")
-        self.waiting.check()
         self.grammars.check(list(self.requests.values()))
         for state, queue in self._queues.items():
             right = all((request.slot >= 0) == (state in self._with_slots) for request in queue.values())

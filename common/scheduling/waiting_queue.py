@@ -1,12 +1,10 @@
 """The queue of waiting requests of a node or of the gateway. Pure."""
 
-from collections import Counter
 from collections.abc import Iterator, MutableMapping, ValuesView
 
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import packed_tokens
-from common.errors import invariant
-from common.request import LOWEST_PRIORITY, Request, RequestKey
+from common.request import Request, RequestKey
 from common.scheduling.ordering import RequestOrdering
 
 
@@ -21,12 +19,6 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         self._order = order
         self._cache = cache
         self._requests: dict[RequestKey, Request] = {}
-        self._num_by_priority: Counter[int] = Counter()
-
-    @property
-    def highest_priority(self) -> int:
-        """The highest priority of a waiting request; LOWEST_PRIORITY if none waits."""
-        return max(self._num_by_priority, default=LOWEST_PRIORITY)
 
     def put_first(self, request: Request) -> None:
         """Add a retracted request at the front."""
@@ -42,27 +34,11 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         is_new_class = is_waiting and priority_class not in (None, request.priority_class)
         if is_new_class:
             self._order.left(request)
-        if is_waiting:
-            self._count(request, -1)
         request.priority = priority
         if priority_class is not None:
             request.priority_class = priority_class
-        if is_waiting:
-            self._count(request, 1)
         if is_new_class:
             self._order.arrived(request)
-
-    def _count(self, request: Request, change: int) -> None:
-        self._num_by_priority[request.priority] += change
-        if not self._num_by_priority[request.priority]:
-            del self._num_by_priority[request.priority]
-
-    def check(self) -> None:
-        """Raises InvariantError if requests are not counted under the priorities that they have."""
-        invariant(
-            self._num_by_priority == Counter(request.priority for request in self._requests.values()),
-            "waiting requests are miscounted by priority",
-        )
 
     def __getitem__(self, key: RequestKey) -> Request:
         return self._requests[key]
@@ -73,12 +49,10 @@ class WaitingQueue(MutableMapping[RequestKey, Request]):
         if self._cache is not None:
             request.watch = self._cache.watch(packed_tokens(request, request.num_cacheable), request.salt)
         self._order.arrived(request)
-        self._count(request, 1)
 
     def __delitem__(self, key: RequestKey) -> None:
         request = self._requests.pop(key)
         self._order.left(request)
-        self._count(request, -1)
         if self._cache is not None and request.watch is not None:
             self._cache.unwatch(request.watch)
             request.watch = None
