@@ -146,15 +146,15 @@ class HighestResponseRatioNext(Policy):
 
 
 class EarliestDeadlineFirst(Policy):
-    """``edf``: the earliest objective or deadline first; requests that have missed it come last. Overtakes begun
-    prompts."""
+    """``edf``: the earliest objective or deadline first. Requests without output that have missed it come last; others
+    do not, since their clients wait for the next token. Overtakes begun prompts."""
 
     name = "edf"
     overtakes = True
     forecast = "arrival"
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        return sorted(waiting, key=lambda request: ((due_at := request.due_at) <= now, due_at))
+        return sorted(waiting, key=lambda request: ((due_at := request.due_at) <= now and not request.output, due_at))
 
 
 class LongestPrefixMatch(Policy):

@@ -206,6 +206,12 @@ def test_objectives_bring_a_request_forward_until_its_first_token_and_between_to
     assert places(queue, now=3.2) == [0, 1]
 
 
+def test_a_retracted_request_that_is_late_with_its_next_token_comes_first() -> None:
+    retracted = request(1, deadline_at=60.0, slo_itl_s=0.5, output=[7], last_token_at=4.0)
+    queue = queue_of("edf", None, request(2, deadline_at=20.0), retracted)
+    assert places(queue, now=4.2) == places(queue, now=9.0) == [1, 0]
+
+
 def test_only_the_earliest_deadline_overtakes_begun_requests() -> None:
     begun, waiting = request(1, deadline_at=9.0), request(2, deadline_at=3.0)
     for name in POLICIES:
