@@ -335,15 +335,17 @@ class PrefillScheduler:
         must not wait for prompts that wait for decode nodes: two nodes of each kind could wait in a circle. Such a
         prompt is returned if it fits only by taking pages from others, now or in an earlier plan; it is admitted first,
         and no other prompt before it. Each plan tries again until it fits, since all candidates of an earlier plan
-        together may not have had enough pages.
+        together may not have had enough pages. It waits for a prefix that another prompt with granted pages computes
+        before it takes any.
         """
         urgent = max(granted, key=self._ordering.effective_priority, default=None)
         kept = self._table.waiting.get(self._made_room_for)
         for request in (urgent, kept):
-            if request is not None and not self._fits(request):
-                self._retract_for(request, self._ungranted(), now, "pages are granted to {} already")
-                self._made_room_for = request.key
-                return request
+            if request is None or self._fits(request) or self._is_prefix_granted(request):
+                continue
+            self._retract_for(request, self._ungranted(), now, "pages are granted to {} already")
+            self._made_room_for = request.key
+            return request
         if kept is not None:
             return kept
         if not self._ordering.rules.is_enabled or not self._table.waiting:
@@ -355,6 +357,11 @@ class PrefillScheduler:
             if weaker and self._lacks_only_room(first):
                 self._preempt_for_first(first, weaker, now)
         return None
+
+    def _is_prefix_granted(self, request: Request) -> bool:
+        """Whether a waiting request waits for a prefix that a prompt with granted pages computes."""
+        holder = self._sharing().holder_of(request, self._cache)
+        return holder is not None and self._is_granted(holder.key)
 
     def _make_room_for_ending_here(self, now: float) -> Request | None:
         """Retract computed prompts that wait for decode nodes, so that a prompt fits that needs none; return it.

@@ -277,6 +277,19 @@ def test_prompts_that_need_no_decode_node_overtake_others_that_do_not_fit_but_no
     assert blocked.num_passed == 4
 
 
+def test_a_granted_prompt_that_waits_for_its_prefix_takes_no_pages() -> None:
+    node = Node(num_pages=40)
+    node.submit("computes the prefix", 80, 0, first=0)
+    node.step()
+    node.submit("urgent", 60, 9)
+    node.submit("granted", 80, 0, first=0)
+    node.granted |= {("computes the prefix", 0), ("granted", 0)}
+    for _ in range(8):
+        assert node.step()[0][0] == "urgent"
+    assert node.scheduler.totals()["retractions"] == 0
+    assert node.run()[0] == "urgent" and len(node.done) == 3
+
+
 def test_no_prompt_overtakes_a_granted_one_that_does_not_fit() -> None:
     node = Node(num_pages=8, chunk=None)
     for rid, length in (("held", 16), ("granted", 20)):
