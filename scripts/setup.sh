@@ -71,7 +71,7 @@ baton_install() {
     if [ ! -x "$baton_venv/bin/python" ] || ! "$baton_venv/bin/python" -c 'import pip' 2> /dev/null; then
         base=$(baton_new_python) || exit 1
         [ -e "$baton_venv/pyvenv.cfg" ] || [ -z "$(ls -A "$baton_venv" 2> /dev/null)" ] || baton_fail \
-            "$baton_venv has other files than those of an environment: name an empty or a new folder as BATON_VENV"
+            "$baton_venv has other files than those of an environment: empty it, or name another folder as BATON_VENV"
         printf 'baton: making an environment in %s with %s\n' "$baton_venv" "$("$base" --version)" >&2
         "$base" -m venv --clear "$baton_venv" >&2 || baton_fail "making it failed: does $base have the module venv" \
             "(Debian, Ubuntu: apt install python3-venv), and is there room on the disk?"

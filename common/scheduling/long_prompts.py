@@ -232,7 +232,7 @@ def _is_unfinished(request: Request) -> bool:
 
 
 def _is_computing_for(request: Request, other: Request, page_size: int) -> bool:
-    """Whether the other request, which has begun, adds the page to the cache that this waiting request lacks first.
+    """Whether the other request, which has begun, adds to the cache the page that this waiting request lacks first.
 
     Nothing but that page is compared, since prompts are long: two requests whose cached tokens end at one node of the
     tree have these tokens in common.

@@ -573,8 +573,8 @@ class Dispatcher:
     # ---- messages of nodes ------------------------------------------------------------------------------------------
 
     def on_tokens(self, sender: str, message: Tokens) -> None:
-        """Pass tokens to their stream; the sender of tokens that belong to no request is told to stop, but not of those
-        that ``shut_down`` has left to it.
+        """Pass tokens to their stream. A sender of tokens that belong to no request is told to stop, except after
+        ``shut_down``, which leaves some requests to nodes.
         """
         flight = self._in_flight.concerned(sender, message)
         if flight is None:

@@ -32,7 +32,7 @@ MAX_TOOLS_BYTES = 1 << 20
 #: Marks the end of the final message's content while a template renders it; templates may trim content.
 END_MARK = "[[the final message continues here]]"
 #: A chat with two system messages. Some templates refuse the second one or leave it out, DeepSeek-R1's the first one.
-#: It stands behind an answer: where one is due, Gemma 3's template takes a system message for it.
+#: The second one follows an answer. Behind a question, Gemma 3's template would take it for the answer.
 FIRST_SYSTEM, LATE_SYSTEM = "[[the first system message]]", "[[a later system message]]"
 LATE_SYSTEM_CHAT = (
     {"role": "system", "content": FIRST_SYSTEM},

@@ -179,5 +179,5 @@ def _without_added_tokens(tokenizer_json: str, first: int) -> str:
     The tokenizer of Gemma 3 1B has a token for images. llguidance takes no tokenizer larger than the vocabulary.
     """
     content = json.loads(tokenizer_json)
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < first]
+    content["added_tokens"] = [token for token in content.get("added_tokens", ()) if token["id"] < first]
     return json.dumps(content)

@@ -49,5 +49,5 @@ def _part(file: Path, part: type[P]) -> P:
         return msgspec.json.decode(file.read_bytes(), type=part)
     except FileNotFoundError:
         return part()
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from error

@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.text.output_parser import Tool
 from gateway.text.tool_parsers.base import MAX_CALLS
-from gateway.text.tool_parsers.schemas import required_names
+from gateway.text.tool_parsers.schemas import required_names, without_look_around
 
 #: Keys that say what kind of value a schema describes; without one, arguments are an object.
 _KINDS = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
@@ -18,8 +18,6 @@ _OPENING = frozenset(
 #: Chat templates render arguments with these separators. No other whitespace is allowed, which keeps models from
 #: writing it without end.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-#: Look-ahead, look-behind and back-references, which llguidance does not have.
-_LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9k]")
 
 #: Terminals that grammars of several formats use.
 LEAD = r"LEAD: /\n{1,2}/"
@@ -44,23 +42,6 @@ def json_value(schema: Any, *, is_strict: bool) -> str:
     if isinstance(schema, dict):
         return "%json " + json.dumps({**schema, "x-guidance": options})
     return "%json " + json.dumps({"allOf": [schema], "x-guidance": options})
-
-
-def without_look_around(schema: Any) -> Any:
-    """A JSON schema without patterns that have look-around or back-references.
-
-    Zod writes such patterns for e-mail addresses, and pydantic for decimals. llguidance refuses them even where it
-    ignores unsupported keywords.
-    """
-    if isinstance(schema, list):
-        return [without_look_around(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        name: without_look_around(part)
-        for name, part in schema.items()
-        if not (name == "pattern" and isinstance(part, str) and _LOOK_AROUND.search(part))
-    }
 
 
 def with_layout(rule: str) -> str:

@@ -117,7 +117,7 @@ class Qwen3CoderParser(ToolParser):
         return marker
 
     def _value(self, sink: Sink) -> Steps[str]:
-        """Read a value with the marker that ends it, without the line break before this marker."""
+        """Read a value with the marker that ends it, without one line break before this marker."""
         breaks: list[str] = []
 
         def hold_break(text: str) -> None:
@@ -129,7 +129,7 @@ class Qwen3CoderParser(ToolParser):
 
         ends = (_PARAMETER_END, "\n" + _PARAMETER, "\n" + _FUNCTION_END)
         marker = yield from self._text_until((*ends, END) if END in self._token_markers else ends, hold_break)
-        if not marker:
+        if not marker or marker.startswith("\n"):  # it has a line break of its own
             sink("".join(breaks))
         return marker.lstrip("\n")
 
@@ -181,7 +181,8 @@ class Qwen3CoderFormat(ToolFormat):
         rules = grammar.calls_or_text(BEGIN, separator="\n", parallel=parallel, required=required, token_ids=token_ids)
         end = grammar.marker(END, token_ids)
         rules.append(f'body: "\\n<function=" ({grammar.alternatives("function", len(tools))}) "</function>\\n" {end}')
-        rules.append(r"value[lazy]: /(.|\n)*<\/parameter>/")
+        rules.append("value[lazy]: VALUE")
+        rules.append(r"VALUE: /(.|\n)*<\/parameter>/ & ~/(.|\n)*\n<(\/function>|parameter=)(.|\n)*/")  # see `_value`
         for i, tool in enumerate(tools):
             rules += _function_rules(i, tool, required=required)
         return "\n".join(rules)

@@ -1,19 +1,58 @@
 """What formats other than JSON need to know of a JSON schema. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
 #: References that are followed one after the other; schemas may refer to themselves.
 MAX_REFERENCES = 16
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
+#: Keywords that hold schemas by name, in a list, and alone. Definitions come first, so that an error in one is found
+#: there and not at a reference to it.
+MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+#: Look-ahead, look-behind and back-references, which llguidance does not have, in a pattern without other escapes.
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9k]")
+_OTHER_ESCAPES = re.compile(r"\\[^1-9k]")
 ALL_TYPES = frozenset({"string", *_TYPES.values()})
 
 
 def type_of(value: Any) -> str:
     """The JSON type of a decoded value."""
     return _TYPES.get(type(value), "string")
+
+
+def with_parts(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The schema with every schema directly in it changed; other values, such as those of ``enum``, stay."""
+    parts: dict[str, Any] = {}
+    for name, part in schema.items():
+        if name in MAPS and isinstance(part, Mapping):
+            parts[name] = {key: change(child) for key, child in part.items()}
+        elif name in LISTS and isinstance(part, list):
+            parts[name] = [change(child) for child in part]
+        else:
+            parts[name] = change(part) if name in SCHEMAS else part
+    return parts
+
+
+def without_look_around(schema: Any) -> Any:
+    """A JSON schema without patterns that have look-around or back-references.
+
+    Zod writes such patterns for e-mail addresses, and pydantic for decimals. llguidance refuses them even where it
+    ignores unsupported keywords.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {name: part for name, part in schema.items() if name != "pattern" or not _has_look_around(part)}
+    if isinstance(named := schema.get("patternProperties"), Mapping):
+        kept["patternProperties"] = {name: part for name, part in named.items() if not _has_look_around(name)}
+    return with_parts(kept, without_look_around)
+
+
+def _has_look_around(pattern: Any) -> bool:
+    return isinstance(pattern, str) and bool(_LOOK_AROUND.search(_OTHER_ESCAPES.sub("", pattern)))
 
 
 def definitions(schema: dict[str, Any]) -> dict[str, Any]:

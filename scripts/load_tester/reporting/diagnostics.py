@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from scripts.load_tester.reporting.formats import NO_VALUE, counted, milliseconds, per_second, percent
-from scripts.load_tester.reporting.headline import MAX_KNOWN_BEFORE, describe_outputs
+from scripts.load_tester.reporting.headline import MAX_KNOWN_BEFORE, describe_outputs, what_arrives
 from scripts.load_tester.reporting.report import Report
 
 MAX_NAMES = 8
@@ -34,7 +34,7 @@ def _load_facts(report: Report) -> list[Fact]:
             "requests", f"{report.num_requests:,} sent in {report.length_s:.1f} s, {report.num_measured:,} measured",
             "requests of the warm-up and cool-down, and those cut off at the end, are not measured" if apart else "",
         ),
-        Fact("arrivals", rate, "rate at which requests went out, against the plan"),
+        Fact("arrivals", rate, f"rate at which {what_arrives(report)} began, against the plan"),
     ]  # fmt: skip
     if arrivals["cv"] is not None:
         expected = f", {arrivals['cv_expected']:.2f} expected" if arrivals["cv_expected"] is not None else ""

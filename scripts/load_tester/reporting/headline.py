@@ -73,11 +73,15 @@ def tiles(report: Report) -> list[Tile]:
     ]  # fmt: skip
 
 
-def _sent(report: Report) -> str:
-    """The rate at which requests went out: in an open loop that of sessions, whose later turns follow their answers."""
-    rate = report.arrivals["achieved_rate"]
+def what_arrives(report: Report) -> str:
+    """What the rate of arrivals counts: in an open loop, sessions if they have turns, which follow their answers."""
     has_turns = not report.config["concurrency"] and any(record.turn for record in report.records)
-    words = " sessions/s began" if has_turns else "/s were sent"
+    return "sessions" if has_turns else "requests"
+
+
+def _sent(report: Report) -> str:
+    rate = report.arrivals["achieved_rate"]
+    words = "/s were sent" if what_arrives(report) == "requests" else " sessions/s began"
     return f"{per_second(rate)}{words}" if rate else ""
 
 

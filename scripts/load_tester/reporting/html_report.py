@@ -16,7 +16,16 @@ from scripts.load_tester.reporting import svg
 from scripts.load_tester.reporting.charts import run_sections, search_charts
 from scripts.load_tester.reporting.diagnostics import facts
 from scripts.load_tester.reporting.formats import interval, milliseconds, per_second, percent
-from scripts.load_tester.reporting.headline import Alert, Tile, Tone, alerts, objective, reaches_objective, tiles
+from scripts.load_tester.reporting.headline import (
+    Alert,
+    Tile,
+    Tone,
+    alerts,
+    objective,
+    reaches_objective,
+    tiles,
+    what_arrives,
+)
 from scripts.load_tester.reporting.report import Report, command_of
 from scripts.load_tester.reporting.sanitize import printable_lines
 
@@ -87,7 +96,7 @@ def page(reports: Sequence[Report], *, found: Sequence[str] = (), best_rate: flo
     return render(
         "report.html.j2",
         title=f"Load test of {last.server.get('model') or last.config['url']}",
-        subtitle=" · ".join([_load(last.config, len(reports)), last.config["url"], _date(last.started_at)]),
+        subtitle=" · ".join([_load(last, len(reports)), last.config["url"], _date(last.started_at)]),
         runs=[_run(report) for report in reports],
         command=command_of(last.config if len(reports) == 1 else _sweep_config(reports, best_rate)),
         server=_pairs("server", last.server | {"url": last.config["url"], "date": last.started_at}),
@@ -108,8 +117,9 @@ def _printable(value: Any) -> Any:
     return value if isinstance(value, Markup) else printable_lines(str(value))
 
 
-def _load(config: Figures, num_runs: int) -> str:
+def _load(report: Report, num_runs: int) -> str:
     """The load in a few words."""
+    config = report.config
     length = f" for {config['duration']}" if config.get("duration") else ""
     if num_runs > 1:
         return f"{num_runs} runs"
@@ -117,7 +127,8 @@ def _load(config: Figures, num_runs: int) -> str:
         return f"closed loop: {config['concurrency']} requests always in flight{length}"
     if config.get("trace"):
         return f"trace {Path(config['trace']).name}{length}"
-    return f"{config.get('arrival', 'poisson').capitalize()} arrivals at {config.get('rate') or '1'} requests/s{length}"
+    rate = f"{config.get('rate') or '1'} {what_arrives(report)}/s"
+    return f"{config.get('arrival', 'poisson').capitalize()} arrivals at {rate}{length}"
 
 
 def _date(text: str) -> str:

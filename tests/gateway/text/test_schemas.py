@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.text.tool_parsers.schemas import ALL_TYPES, schema_types
+from gateway.text.tool_parsers.schemas import ALL_TYPES, schema_types, without_look_around
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,17 @@ def test_alternatives_that_refer_to_themselves_are_looked_at_once():
     itself = [{"$ref": "#/$defs/tree"}] * 20
     root = {"$defs": {"tree": {"anyOf": [*itself, {"type": "integer"}, {"oneOf": itself}]}}}
     assert schema_types({"$ref": "#/$defs/tree"}, root) == {"integer"}
+
+
+def test_only_patterns_with_look_around_are_left_out_of_a_schema():
+    schema = {
+        "properties": {"pattern": {"pattern": "(?=a)"}, "all": {"allOf": [{"pattern": r"(a)\1"}]}},
+        "patternProperties": {"^(?!a)": {"type": "string"}, "^a": {"items": {"pattern": "a(?<!b)"}}},
+        "const": {"pattern": "(?=a)"},
+        "anyOf": [{"pattern": r"\(?=a"}, {"pattern": r"\\1"}, {"pattern": "(?:a)"}],
+    }
+    assert without_look_around(schema) == {
+        **schema,
+        "properties": {"pattern": {}, "all": {"allOf": [{}]}},
+        "patternProperties": {"^a": {"items": {}}},
+    }

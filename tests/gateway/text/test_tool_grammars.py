@@ -127,6 +127,13 @@ def test_definitions_stand_only_with_parameters_that_refer_to_them():
     assert grammar.count('"month"') == 1
 
 
+@pytest.mark.parametrize("line", ["</function>", "<parameter=city>"])
+def test_no_value_of_qwen3_coder_has_a_line_that_would_end_it(line):
+    for city, is_allowed in ((f"a {line}", True), (f"a\n{line}", False)):
+        call = rendered("qwen3-coder", [("get_weather", {"city": city})])
+        assert accepts("qwen3-coder", True, call) is is_allowed
+
+
 REFERRING = Tool(
     "f",
     "",

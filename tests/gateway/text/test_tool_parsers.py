@@ -160,6 +160,10 @@ class TestQwen3Coder:
         assert calls(pieces) == [("get_weather", '{"city": "Paris", "days": 3}')]
         assert texts(pieces) == "Hello"
 
+    def test_a_value_without_its_end_tag_keeps_its_own_last_line_break(self):
+        text = "<function=get_weather>\n<parameter=city>\nParis\n\n<parameter=days>\n3\n</function>"
+        assert calls(parsed("qwen3-coder", text)) == [("get_weather", '{"city": "Paris\\n", "days": 3}')]
+
     def test_a_value_may_contain_the_tags_within_a_line(self):
         text = "<function=get_time>\n<parameter=zone>\na <parameter=b> </function>\n</parameter>\n</function>"
         assert calls(parsed("qwen3-coder", text)) == [("get_time", '{"zone": "a <parameter=b> </function>"}')]

@@ -35,7 +35,7 @@ from gateway.requests.input.grammars.structural_tags import (
     structural_tag_to_lark,
 )
 from gateway.requests.input.structured_output import GrammarAnswer, StructuredOutput, check_depth, too_deep
-from gateway.text.tool_parsers.grammar import without_look_around
+from gateway.text.tool_parsers.schemas import LISTS, MAPS, SCHEMAS, with_parts, without_look_around
 
 #: A node follows all readings of a text at once, and nothing in llguidance bounds them: the time of a token can grow
 #: with the cube of the size of a client's grammar, to two seconds for one of this size.
@@ -135,17 +135,10 @@ def _without_string_names(schema: Any) -> Any:
     """Drop each ``propertyNames`` that asks for strings, as all names are: zod writes it for every record."""
     if not isinstance(schema, Mapping):
         return schema
-    parts: dict[str, Any] = {}
-    for name, part in schema.items():
-        if name == "propertyNames" and isinstance(part, Mapping) and {**part, "title": ""} == _STRING:
-            continue
-        if name in _MAPS and isinstance(part, Mapping):
-            parts[name] = {key: _without_string_names(child) for key, child in part.items()}
-        elif name in _LISTS and isinstance(part, list):
-            parts[name] = [_without_string_names(child) for child in part]
-        else:
-            parts[name] = _without_string_names(part) if name in _SCHEMAS else part
-    return parts
+    names = schema.get("propertyNames")
+    if isinstance(names, Mapping) and {**names, "title": ""} == _STRING:
+        schema = {name: part for name, part in schema.items() if name != "propertyNames"}
+    return with_parts(schema, _without_string_names)
 
 
 def _ebnf(text: str, param: str) -> str:
@@ -208,11 +201,6 @@ def _json_value(value: Any, param: str) -> Any:
 
 # ---- the place of an error in a schema -------------------------------------------------------------------------------
 
-#: Definitions come first, so that an error in one is found there and not at a reference to it.
-_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
-
 
 def _place(schema: Mapping[str, Any], problem: str) -> str:
     """Return the path of the innermost part of a schema that has the same problem, such as ``.properties.age``."""
@@ -232,14 +220,14 @@ def _place(schema: Mapping[str, Any], problem: str) -> str:
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Return the schemas directly inside a schema, each with its step of the path."""
-    for name in _MAPS:
+    for name in MAPS:
         for key, child in schema[name].items() if isinstance(schema.get(name), Mapping) else ():
             if isinstance(child, Mapping):
                 yield f".{name}.{key}", child
-    for name in _SCHEMAS:
+    for name in SCHEMAS:
         if isinstance(schema.get(name), Mapping):
             yield f".{name}", schema[name]
-    for name in _LISTS:
+    for name in LISTS:
         for i, child in enumerate(schema[name]) if isinstance(schema.get(name), list) else ():
             if isinstance(child, Mapping):
                 yield f".{name}[{i}]", child

@@ -67,6 +67,10 @@ def test_the_end_token_of_the_tokenizer_ends_outputs_too(tmp_path: Path) -> None
     (tokenizer / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
     config = NodeConfig(model=str(model), tokenizer=str(tokenizer))
     assert model_loading._load_model_config(config).eos_token_ids == (5, 4)
+    for damaged in (b"{", b"[]", b'{"eos_token": 5}', b'{"eos_token": "\xff"}'):
+        (tokenizer / "tokenizer_config.json").write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json: cannot be read as JSON"):
+            model_loading._load_model_config(config)
     (tokenizer / "tokenizer_config.json").unlink()
     assert model_loading._load_model_config(config).eos_token_ids == (5,)
 
