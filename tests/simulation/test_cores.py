@@ -143,6 +143,18 @@ def test_nodes_without_cores_of_their_own_answer_every_request() -> None:
     assert all(one.is_ok and one.num_output == 20 for one in shared.client.outcomes)
 
 
+def test_another_thread_delays_the_steps_of_a_core_unless_one_is_idle() -> None:
+    events, ends = EventQueue(), list[float]()
+    cores = Cores(events, 2)
+    cores.run("a", "decode", 1.0, SAME, lambda: ends.append(events.now()))
+    cores.take(9.0)
+    cores.run("b", "decode", 1.0, SAME, lambda: ends.append(events.now()))
+    cores.take(0.5)
+    while len(ends) < 2:
+        events.step()
+    assert ends == pytest.approx([1.0, 1.5])
+
+
 def test_a_write_waits_for_the_threads_that_copy_and_report_it() -> None:
     events, costs = EventQueue(), Costs(wire_s=0.5, wire_bytes_per_s=100.0)
     network = Network(events, costs, lambda sender, receiver, what, arguments: what(*arguments), wait_s=lambda: 2.0)

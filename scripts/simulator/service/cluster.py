@@ -15,6 +15,9 @@ from scripts.simulator.service.node import Node, NodeSettings
 from scripts.simulator.service.repeated_steps import RepeatedSteps
 
 GATEWAY = "gateway"
+#: Share of a message's time in which gateway and client compute, by comparison with live services (docs/planner.md).
+#: Nodes with a core each do not lose it: their costs were measured beside both.
+MESSAGE_WORK = 0.5
 #: Something that arrives at one process from another: both, the call to make, and its arguments.
 Arrival = tuple[str, str, Callable[..., None], tuple[Any, ...]]
 
@@ -216,17 +219,23 @@ class Cluster:
             self._arrivals[sender, receiver] = at
         return at
 
+    @property
+    def _crowded_cores(self) -> Cores | None:
+        """The cores, if there are fewer than nodes."""
+        is_crowded = self._cores and sum(node.is_alive for node in self.nodes.values()) > self._cores.count
+        return self._cores if is_crowded else None
+
     def _wait_s(self) -> float:
         """How long a thread of a node that wakes now waits for a core, unless each node has one of its own."""
-        if self._cores is None or sum(node.is_alive for node in self.nodes.values()) <= self._cores.count:
-            return 0.0
-        return self._cores.wait_s()
+        return cores.wait_s() if (cores := self._crowded_cores) else 0.0
 
     def _from_gateway(self, incarnation: str, message: Message) -> None:
         receive, at = self.nodes[incarnation].on_gateway_messages, self._arrival_at(GATEWAY, incarnation)
         self.events.at(at, self._passes, GATEWAY, incarnation, receive, ((message,),))
 
     def to_gateway(self, sender: str, messages: Sequence[Message]) -> None:
+        if cores := self._crowded_cores:
+            cores.take(MESSAGE_WORK * self._message_s)
         source, arrives_at = self.nodes[sender].source, self._arrival_at(sender, GATEWAY)
         arrival = (sender, GATEWAY, self.gateway.on_messages, (sender, messages))
         self.events.of_source(source, arrives_at, self._passes, *arrival)

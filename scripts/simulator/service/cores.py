@@ -75,6 +75,17 @@ class Cores:
         """How long a thread that wakes now, and may run on any core, waits for one; another time at each call."""
         return self._random.uniform(0.0, MAX_WAKE_S) if len(self._steps) >= self.count else 0.0
 
+    def take(self, seconds: float) -> None:
+        """Let another thread have a core for so long; the steps on it end later. An idle core delays none."""
+        if 0 in self._loads():
+            return
+        self._progress()
+        core = self._random.randrange(self.count)
+        for step, speed in zip(self._steps, self._speeds, strict=True):
+            if step.core == core:
+                step.left += seconds * speed
+        self._go_on()
+
     def _progress(self) -> None:
         now = self._events.now()
         for step, speed in zip(self._steps, self._speeds, strict=True):
