@@ -127,6 +127,10 @@ class RequestQueue:
         """Set aside a request that no registered pool could hold; others may pass it until a node registers."""
         self._stranded[request.key] = now - self._stranded_before.pop(request.key, 0.0)
 
+    def is_stranded(self, request: Request) -> bool:
+        """Whether a request was set aside."""
+        return request.key in self._stranded
+
     def retry_stranded(self, now: float) -> None:
         """Take requests back that were set aside. The time until one is set aside again does not count."""
         self._stranded_before |= {key: now - since for key, since in self._stranded.items()}

@@ -79,12 +79,12 @@ class FurtherAttempts:
         """Requests that have waited longer than the recovery timeout, with their errors.
 
         Time in which a suspect request has nodes for itself does not count, since after losses that many requests
-        shared, they take turns.
+        shared, they take turns. Nor does time in which the nodes are only full.
         """
         since_last_s, self._looked_at = now - self._looked_at, now
         for flight in list(self._waiting.values()):
             assert flight.recovery is not None
-            if flight.pool.registry.has_reserved:
+            if flight.pool.registry.has_reserved or _waits_for_room(flight):
                 flight.recovery.waits(since_last_s)
             if flight.backoff is not None:  # it has another attempt first
                 continue
@@ -92,6 +92,15 @@ class FurtherAttempts:
             error = flight.recovery.expired(now, timeout_s=flight.pool.recovery_timeout_s, lacking=lacking)
             if error is not None:
                 yield flight, error
+
+
+def _waits_for_room(flight: InFlightRequest) -> bool:
+    """Whether a request is sent as soon as nodes that serve others have room for it."""
+    pool, registry = flight.pool, flight.pool.registry
+    if flight.backoff is not None or flight.queued is None or pool.queue.is_stranded(flight.queued):
+        return False
+    has_nodes = registry.is_ready and bool(registry.decodes)
+    return has_nodes and pool.router.dispatch_capacity(registry.prefills, registry.decodes) <= 0
 
 
 def _lacking(pool: WorkerPool, recovery: Recovery) -> str:

@@ -14,7 +14,7 @@ before it ended:
 - Attempts are in a row if fewer than ``NUM_PROGRESS`` output tokens came between them: a request that kills its nodes
   does so again where it continues.
 - A request ends that has waited for its next attempts for the whole recovery timeout since its last token. Time at its
-  nodes does not count, nor does time in which others had the nodes for themselves.
+  nodes does not count, nor does time in which the nodes were full, or others had them for themselves.
 - A request that a full node refuses is tried again likewise, since ``Admission`` has accepted it. It waits as in the
   gateway's own queue, before all requests that have not been sent.
 """
@@ -124,8 +124,8 @@ class Recovery:
         self.num_losses += 1
 
     def waits(self, seconds: float) -> None:
-        """Leave so many seconds out of the recovery timeout: those at nodes, and those of waiting for the retry budget
-        or for nodes that a suspect request has for itself."""
+        """Leave so many seconds out of the recovery timeout: those at nodes, and those of waiting for the retry budget,
+        for room on full nodes, or for nodes that a suspect request has for itself."""
         self.since += seconds
 
     def verdict(self, now: float, *, timeout_s: float) -> RequestError | None:

@@ -326,6 +326,23 @@ def test_time_at_its_nodes_does_not_count_towards_the_recovery_timeout(is_read: 
     cluster.check_idle()
 
 
+def test_a_turn_at_full_nodes_does_not_count_towards_the_recovery_timeout() -> None:
+    cluster = PlayedCluster(prefills=1, decodes=0, max_dispatch_ahead=0, recovery_timeout=60.0)
+    for name in ("decode-a", "decode-b"):
+        cluster.start("decode", name, max_running=1)
+    stream, _ = cluster.come("a"), cluster.come("b")
+    cluster.prefill("a")
+    cluster.lose(cluster.node_of("decode", "a"))
+    for _ in range(9):
+        cluster.wait(10.0)
+    assert not stream.is_ended
+    cluster.finish("b")
+    cluster.prefill("a")
+    cluster.decode("a", 20)
+    assert (stream.ids, stream.num_attempts) == (output_of(stream), 2)
+    cluster.check_idle()
+
+
 def test_a_request_that_fits_no_other_node_ends_with_an_error_unless_a_large_one_comes_back() -> None:
     for comes_back in (True, False):
         cluster = PlayedCluster(decodes=0, recovery_timeout=10.0)
