@@ -150,10 +150,11 @@ class Dispatcher:
         if adapter := streams[0].request.adapter:
             pool.registry.check_adapter(adapter)
         now = self._clock.now()
-        is_idle = pool.queue.is_idle
-        if not is_idle and (refusal := refusal_by_deadline(pool, streams[0], self._streams(pool), now)):
-            self._refuse(streams[0], refusal, now)
-        self._admit(pool, streams, now)
+        is_idle, is_continued = pool.queue.is_idle, any(stream.ids for stream in streams)
+        if not (is_idle or is_continued):
+            if refusal := refusal_by_deadline(pool, streams[0], self._streams(pool), now):
+                self._refuse(streams[0], refusal, now)
+        self._admit(pool, streams, now, is_continued=is_continued)
         pairs: dict[int, WorkerPair] = {}
         flights: list[InFlightRequest] = []
         for stream in streams:
@@ -195,12 +196,16 @@ class Dispatcher:
         if num_sent < num_able:
             self.pump_soon()
 
-    def _admit(self, pool: WorkerPool, streams: Sequence[OutputStream], now: float) -> None:
-        """Count the outputs in. If there are too many, less urgent requests are evicted, or these are refused."""
+    def _admit(self, pool: WorkerPool, streams: Sequence[OutputStream], now: float, *, is_continued: bool) -> None:
+        """Count the outputs in. If there are too many, less urgent requests are evicted, or these are refused.
+
+        Args:
+            is_continued: another gateway has accepted them. A refusal would lose what the nodes have kept of them.
+        """
         limits = pool.registry.accepted
         if limits is None:
             raise pool.no_route()
-        count, max_running = len(streams), limits.max_running
+        count, max_running = len(streams), 1 << 31 if is_continued else limits.max_running
         excess = pool.admission.take(count, max_running=max_running, now=now)
         if excess <= 0:
             return

@@ -223,6 +223,20 @@ async def test_an_output_of_another_gateway_is_paused_until_its_client_has_read_
             await decode.until(lambda: pauses(decode) == [True, False], timeout_s=10.0)
 
 
+async def test_an_output_of_another_gateway_is_continued_although_as_many_requests_as_may_be_are_in_flight(folder):
+    async with running(folder, max_queued_requests=0) as stack:
+        _, decode = await stack.silent_pair(max_running=1)
+        await begin_stream(stack, **{"Idempotency-Key": "other"})
+        body = json.dumps(STREAM).encode()
+        decode.kept = [KeptOutput(f"{identify(COMPLETIONS, body, '', 'one', None).digest}-0", ids_of("abc"))]
+        headers = KEY | {"Content-Type": "application/json"}
+        async with stack.client.post(stack.url + COMPLETIONS, data=body, headers=headers) as answer:
+            assert answer.status == 200
+            assert (await anext(events(answer)))["choices"][0]["text"] == "abc"
+        new = {"prompt": "y", "max_tokens": 9}
+        assert (await post(stack, COMPLETIONS, new))[0] == 429
+
+
 def pauses(node):
     return [message.is_paused for message in node.received if isinstance(message, SetPaused)]
 
