@@ -364,3 +364,6 @@ async def test_a_users_function_decides_priorities_last(folder, tmp_path, monkey
         assert said(stack).priority == 6
         await stack.post("/v1/completions", BODY)
         assert said(stack).priority == LOWEST_PRIORITY
+        higher = {"priority": 1000}
+        assert (await stack.post("/v1/requests/a/priority", higher, **{"x-baton-tenant": "alice"}))[0] == 401
+        assert (await stack.post("/v1/requests/a/priority", higher))[0] == 404, "an admin may change all that there are"
