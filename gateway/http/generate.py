@@ -285,6 +285,8 @@ class GenerateApp:
             return repeated
         if model is None:
             raise services.models.refusal(body.model)
+        if tenant:
+            services.quotas.check(tenant, services.clock.now())  # before the work that comes before outputs are counted
         answer_id = endpoint.id_prefix + os.urandom(16).hex()
         requests = await endpoint.process(body, model, tenant, answer_id)
         if not services.priorities.is_neutral or body.priority is not None or body.priority_class is not None:

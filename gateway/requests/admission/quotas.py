@@ -73,12 +73,12 @@ class Quotas:
     def has_limits(self, tenant: str) -> bool:
         return bool(tenant) and self._quotas.get(tenant, self._others) != Quota()
 
-    def admit(self, tenant: str, count: int, tokens: int, now: float) -> None:
-        """Count the outputs of a request and the tokens of its prompts and predicted outputs in, or refuse it.
+    def check(self, tenant: str, now: float, *, count: int = 1) -> None:
+        """Refuse a request with so many outputs if its tenant may have no more.
 
         Raises RequestError: more than the tenant may have in flight, ever (400) or now (429), or per minute (429).
         """
-        if not tenant:
+        if not self.has_limits(tenant):
             return
         account = self._account(tenant, now)
         quota = account.quota
@@ -94,6 +94,16 @@ class Quotas:
         if quota.tokens_per_minute is not None and account.balance(now) < ONE_TOKEN:
             message = f"the tenant {tenant} has used its quota of {quota.tokens_per_minute} tokens per minute"
             raise _too_much(message, account.payable_in_s(now))
+
+    def admit(self, tenant: str, count: int, tokens: int, now: float) -> None:
+        """Count the outputs of a request and the tokens of its prompts and predicted outputs in, or refuse it.
+
+        Raises RequestError: as ``check``.
+        """
+        if not tenant:
+            return
+        self.check(tenant, now, count=count)
+        account = self._account(tenant, now)
         account.in_flight.admit(count, max_running=1 << 31, now=now)
         account.charge(tokens, now)
 

@@ -202,6 +202,14 @@ async def test_tokens_per_minute_count_prompt_and_output(folder):
         assert (await stack.post("/v1/completions", body, **{"x-baton-tenant": "bob"}))[0] == 200
 
 
+async def test_the_prompt_of_a_tenant_that_has_used_its_quota_is_not_looked_at(folder):
+    async with serving(folder, tenant_header=True, tenant_quotas=("alice:tokens_per_minute=2",)) as stack:
+        alice = {"x-baton-tenant": "alice"}
+        assert (await stack.post("/v1/completions", BODY, **alice))[0] == 200
+        assert (await stack.post("/v1/completions", {**BODY, "prompt": ""}, **alice))[0] == 429
+        assert (await stack.post("/v1/completions", {**BODY, "prompt": ""}))[0] == 400
+
+
 async def test_a_request_refused_by_a_full_gateway_is_not_charged(folder):
     options = {"tenant_header": True, "tenant_quotas": ("alice:requests=1,tokens_per_minute=100".split(","))}
     async with running(
