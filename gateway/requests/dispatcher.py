@@ -164,6 +164,8 @@ class Dispatcher:
             flight = InFlightRequest(stream, pool, timer, pairs)
             flights.append(flight)
             self._in_flight[request.rid] = flight
+            if stream.ids:
+                self._further.adopt(flight, now)
             if request.adapter:
                 self._in_flight.count_adapter(request)
         num_able = min(self._capacity(pool), len(flights)) if is_idle else 0
@@ -244,7 +246,10 @@ class Dispatcher:
     @staticmethod
     def _enqueue(flight: InFlightRequest) -> None:
         flight.queued = request_of(flight.stream)
-        flight.pool.queue.push(flight.queued)
+        if flight.recovery is None:
+            flight.pool.queue.push(flight.queued)
+        else:
+            flight.pool.queue.put_back(flight.queued)
 
     # ---- to the nodes -----------------------------------------------------------------------------------------------
 
@@ -305,7 +310,7 @@ class Dispatcher:
     def _place(self, flight: InFlightRequest, now: float) -> bool:
         """Choose the pair of a request, which is sent next; False if no page pool is large enough."""
         stream, pool, request = flight.stream, flight.pool, flight.stream.request
-        if flight.recovery is None and not stream.ids:
+        if flight.recovery is None:
             pair = self._choose(pool, request, flight.pairs.get(request.prompt_number), now)
         else:
             pair = choose_next_pair(pool, stream, flight.recovery, now)

@@ -41,6 +41,11 @@ class FurtherAttempts:
         """All requests in flight of which an attempt has ended without their fault."""
         return list(self._recovering.values())
 
+    def adopt(self, flight: InFlightRequest, now: float) -> None:
+        """Let a new request whose output another gateway has begun wait for its next attempt."""
+        flight.recovery = Recovery(TAKEN_OVER, now, len(flight.stream.ids))
+        self._recovering[flight.stream.request.rid] = self._waiting[flight.stream.request.rid] = flight
+
     def attempt_ended(self, flight: InFlightRequest, end: AttemptEnd, now: float) -> float | RequestError:
         """The seconds until a request may be tried again, or the error with which it ends."""
         num_output = len(flight.stream.ids)
@@ -212,20 +217,14 @@ def end_by_loss(
     )
 
 
-def choose_next_pair(
-    pool: WorkerPool, stream: OutputStream, recovery: Recovery | None, now: float
-) -> WorkerPair | None:
+def choose_next_pair(pool: WorkerPool, stream: OutputStream, recovery: Recovery, now: float) -> WorkerPair | None:
     """The pair for a further attempt: with the decode node that has pages of it, or avoiding what ended the last one,
     or any, or a decode node alone if no prefill node can hold the output too.
 
     The prompt and all output tokens but the last are computed like a prompt. The last one counts as a further token,
     since its KV is written when the next one is sampled.
-
-    Args:
-        recovery: None if another gateway has made the attempts so far.
     """
     request, output = stream.request, stream.ids
-    recovery = recovery or Recovery(TAKEN_OVER, 0.0, len(output))
     prefills, decodes = pool.registry.able(request.adapter)
     last = recovery.last
     among = NodeFilter(recovery.revision, prefers_idle=recovery.is_suspect)

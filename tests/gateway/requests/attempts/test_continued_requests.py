@@ -379,13 +379,37 @@ def test_an_output_that_no_prefill_node_can_hold_is_continued_by_a_decode_node_a
     cluster.check_idle()
 
 
-def test_an_output_of_another_gateway_is_continued_even_if_no_prefill_node_can_hold_it() -> None:
-    cluster = PlayedCluster(prefills=0, decodes=1)
-    cluster.start("prefill", "prefill-small", num_pages=1)
+def take_over(cluster: PlayedCluster) -> OutputStream:
+    """A request of which another gateway has 20 of 30 tokens."""
     request = GenerateRequest("a", "a", (1, 2, 3), SamplingParams(max_new_tokens=30), "tiny", timeout_s=1e9)
     stream = OutputStream(request, 0, Text, lambda s: None, cluster.clock.now())
     stream.on_tokens(Tokens("a", 0, 0, tuple(token_of(request.prompt, i) for i in range(20))), cluster.clock.now())
     cluster.dispatcher.dispatch([stream])
+    return stream
+
+
+def test_an_output_of_another_gateway_goes_before_requests_without_a_token_and_is_not_evicted() -> None:
+    cluster = PlayedCluster(
+        prefills=1, decodes=0, max_dispatch_ahead=0, max_queued_requests=2, enable_priority_scheduling=True
+    )
+    decode = cluster.start("decode", "decode-0", max_running=1)
+    cluster.come("first")
+    waiting, stream = cluster.come("waits"), take_over(cluster)
+    cluster.come("urgent", priority=1)
+    assert waiting.error.code is ErrorCode.QUEUE_FULL
+    cluster.finish("first")
+    assert [message.rid for message in cluster.work[decode]] == ["first", "a"]
+    cluster.prefill("a")
+    cluster.decode("a", 30)
+    cluster.finish("urgent")
+    assert stream.ids == output_of(stream)
+    cluster.check_idle()
+
+
+def test_an_output_of_another_gateway_is_continued_even_if_no_prefill_node_can_hold_it() -> None:
+    cluster = PlayedCluster(prefills=0, decodes=1)
+    cluster.start("prefill", "prefill-small", num_pages=1)
+    stream = take_over(cluster)
     assert cluster.generate(cluster.node_of("decode", "a"), "a").prefill is None
     cluster.decode("a", 30)
     assert stream.ids == output_of(stream)
