@@ -31,7 +31,9 @@ def restrict_to(host: str) -> None:
     devices = devices_of(host)
     if not devices:
         log.warning(
-            "no interface has the address %s of pages: UCX uses every interface, unless %s is set", host, VARIABLE
+            "no interface but perhaps lo has the address %s of pages: UCX uses every one, unless %s is set",
+            host,
+            VARIABLE,
         )
         return
     if len(devices) == 1 and not is_loopback(host) and any(INFINIBAND.glob("*")):
@@ -77,22 +79,26 @@ def _rdma_of(folder: Path) -> list[str]:
 
 def _interface_of(host: str) -> str:
     try:
-        wanted = {ipaddress.ip_address(str(found[4][0]).partition("%")[0]) for found in socket.getaddrinfo(host, None)}
+        wanted = [ipaddress.ip_address(str(found[4][0]).partition("%")[0]) for found in socket.getaddrinfo(host, None)]
     except (OSError, ValueError):
         return ""
-    return next((name for name, address in _addresses() if address in wanted), "")
+    # Other machines reach an address of ``lo`` through other interfaces, and there UCX would offer them 127.0.0.1.
+    having = ((name, address) for address in wanted for name in _interfaces_with(address))
+    return next((name for name, address in having if name != "lo" or address.is_loopback), "")
 
 
-def _addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """The interfaces of this machine with their addresses."""
-    found: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
+def _interfaces_with(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[str]:
+    """The interfaces of this machine that have this address, be it their first one or another."""
+    found: list[str] = []
+    if address.version == 6:
+        with contextlib.suppress(OSError):
+            lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+            found = [name for digits, *_, name in lines if bytes.fromhex(digits) == address.packed]
+        return found
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
+            question = struct.pack("16sH2x4s232x", name.encode(), socket.AF_INET, address.packed)
             with contextlib.suppress(OSError):  # it has none
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found.append((name, ipaddress.IPv4Address(answer[20:24])))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, name = line.split()
-            found.append((name, ipaddress.IPv6Address(bytes.fromhex(digits))))
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, question)  # the address in question, or the first one
+                found += [name] if answer[20:24] == address.packed else []
     return found
