@@ -161,6 +161,8 @@ class Sender:
         Args:
             is_fenced: nothing is under way any more.
         """
+        if not is_fenced:
+            self._queue.stop_timing(peer)
         for session in [s for s in self._table.to(peer) if s.is_granted]:
             if is_fenced:
                 self._queue.lose(session)

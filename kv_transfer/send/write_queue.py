@@ -35,7 +35,7 @@ class Write(NamedTuple):
 
     Attributes:
         sums: checksums of the units that travel with one.
-        transport: which one carries it.
+        transport: which one carries it, and is timed; empty once the connection was dropped.
     """
 
     session: SendSession
@@ -160,7 +160,7 @@ class WriteQueue:
             known = finished.setdefault(session.key, (session, [], {}))
             known[1].extend(write.units)
             known[2].update(write.sums)
-            if not session.is_suspended:
+            if write.transport:
                 self._count(write)
         return list(finished.values())
 
@@ -175,6 +175,13 @@ class WriteQueue:
         if self._due.get(session.key) is session:
             del self._due[session.key]
 
+    def stop_timing(self, peer: str) -> None:
+        """The connection was dropped with writes under way. They say no more of its transport; some may never end."""
+        for ticket, write in self._tickets.items():
+            if write.session.peer == peer and write.transport:
+                self._write_time.end(write.transport, self._clock.now())
+                self._tickets[ticket] = write._replace(transport="")
+
     def lose(self, session: SendSession) -> None:
         """Writes of this session never arrive: the transport has dropped its peer."""
         for ticket in [t for t, write in self._tickets.items() if write.session is session]:
@@ -186,7 +193,8 @@ class WriteQueue:
         self._bytes_under_way[peer] -= write.num_bytes
         if not self._bytes_under_way[peer]:
             del self._bytes_under_way[peer]
-        self._write_time.end(write.transport, self._clock.now())
+        if write.transport:
+            self._write_time.end(write.transport, self._clock.now())
         return write
 
     def counters(self) -> dict[str, float]:

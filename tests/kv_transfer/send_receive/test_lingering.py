@@ -3,6 +3,7 @@
 Such writes hold no source pages, and no message reports them as ended before they are.
 """
 
+from support.cluster.manual_clock import ManualClock
 from support.kv.connected_pair import KEY, written_unreported
 from support.kv.kv_fakes import DECODE, PREFILL, TransferPair
 
@@ -70,6 +71,24 @@ def test_a_lost_decode_node_holds_no_source_pages_despite_irrevocable_writes() -
     pair.pump()
     pair.hear_prefill()  # Closed
     pair.assert_nothing_is_held()
+
+
+def test_the_time_of_irrevocable_writes_ends_with_their_pair() -> None:
+    """Those to a node that died on another host never end. The throughput of later writes is measured all the same."""
+    pair = TransferPair(Wire(latency=3, can_recall=False))
+    clock = ManualClock()
+    pair.sender = Sender(pair.writer, digest="model", clock=clock)
+    pair.connect()
+    written_unreported(pair, 2)
+    clock.advance(2.0)
+    pair.sender.peer_lost(DECODE)
+    clock.advance(1_000.0)
+    for _ in range(4):
+        pair.tick()
+    pair.pump()
+    totals = pair.sender.counters()
+    assert totals["transfer_seconds_by_inprocess"] == 2.0
+    assert totals["bytes_sent"] == 0
 
 
 def test_no_transfer_is_closed_while_irrevocable_writes_are_in_flight() -> None:
