@@ -35,10 +35,10 @@ def no_failures() -> dict[str, int]:
     return {failure_counter(code): 0 for code in (ErrorCode.TRANSFER_FAILED, ErrorCode.NODE_LOST)}
 
 
-def sums(*ends: Mapping[str, float]) -> dict[str, float]:
-    """Figures of both ends of one node, added by name."""
+def sums(*parts: Mapping[str, float]) -> dict[str, float]:
+    """Figures of several parts of one node, added by name."""
     total: Counter[str] = Counter()
-    for figures in ends:
+    for figures in parts:
         total.update(figures)  # it adds floats as well
     return dict(total)
 

@@ -11,7 +11,6 @@ once it works, at a moment at which nothing is under way.
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -21,6 +20,7 @@ import msgspec
 from common.wire.messages import Connect
 from kv_transfer.page_slices import PageSlice, SlicePair
 from kv_transfer.page_store import PageStore
+from kv_transfer.transfer_stats import sums
 from kv_transfer.transports.base import Attached, AttachError, Fenced, ReaderTransport, Transport, WriterTransport
 from kv_transfer.transports.broken_transports import BrokenTransports
 
@@ -76,10 +76,7 @@ class _Negotiating(Transport, Generic[T]):
         return [file for transport in self._transports for file in transport.files()]
 
     def counters(self) -> dict[str, float]:
-        total: Counter[str] = Counter()
-        for transport in self._transports:
-            total.update(transport.counters())
-        return {name: float(value) for name, value in total.items()}
+        return sums(*(transport.counters() for transport in self._transports))
 
     def close(self) -> None:
         for transport in self._transports:

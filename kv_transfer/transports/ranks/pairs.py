@@ -1,12 +1,12 @@
 """The connections between the ranks of two nodes, and what both ends of them have in common."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from common.cache.page_layout import PageLayout
 from kv_transfer.page_mapping import head_parts, rank_layout
 from kv_transfer.page_store import PageStore
+from kv_transfer.transfer_stats import sums
 from kv_transfer.transports.base import Transport
 
 #: (rank of the prefill node, rank of the decode node)
@@ -71,10 +71,7 @@ class RanksEnd(Transport, Generic[T]):
 
     def counters(self) -> dict[str, float]:
         """The sums over all ranks."""
-        total: Counter[str] = Counter()
-        for end in self._ends:
-            total.update(end.counters())
-        return {name: float(value) for name, value in total.items()}
+        return sums(*(end.counters() for end in self._ends))
 
     def close(self) -> None:
         for end in self._ends:

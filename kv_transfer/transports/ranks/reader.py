@@ -44,10 +44,7 @@ class RanksReader(RanksEnd[ReaderTransport], ReaderTransport):
             self._writers[peer] = _Writer(pairs, fenced=dict.fromkeys(pairs, 0))
 
     def offer(self, peer: str, epoch: int) -> str:
-        if peer not in self._writers:
-            self.expect(peer, 1)
-        writer = self._writers[peer]
-        writer.epoch = epoch
+        self._writers[peer].epoch = epoch
         return json.dumps([end.offer(rank, epoch) for end, rank in self._pairs(peer)])
 
     def offer_beside(self, peer: str, epoch: int) -> str:
