@@ -125,7 +125,7 @@ def _response_format(given: Mapping[str, Any], param: str) -> StructuredOutput |
     content = given.get("json_schema")
     if not isinstance(content, Mapping) or content.get("schema") is None:
         raise refuse("is missing", f"{param}.json_schema" + (".schema" if isinstance(content, Mapping) else ""))
-    is_lenient = content.get("strict") is False
+    is_lenient = not content.get("strict")
     return StructuredOutput(f"{param}.json_schema.schema", "json_schema", content["schema"], is_lenient=is_lenient)
 
 

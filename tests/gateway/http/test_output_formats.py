@@ -234,7 +234,7 @@ async def test_a_grammar_that_a_node_refuses_is_named_by_its_field(stack, path, 
 
 async def test_an_error_in_a_schema_has_its_place_in_all_apis(stack):
     schema = {"type": "object", "properties": {"age": {"not": {}}}}
-    wanted = {"type": "json_schema", "name": "a", "schema": schema}
+    wanted = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
     chat = {"messages": HI, "max_tokens": 9}
     for path, fields, param in (
         ("chat/completions", {"response_format": {**wanted, "json_schema": wanted}}, "response_format.json_schema"),

@@ -3,7 +3,8 @@
 import pytest
 
 from common.errors import RequestError
-from gateway.requests.input.structured_output import StructuredOutput, only_one
+from gateway.http.protocol.openai import ChatCompletionRequest, ChatMessage, JsonSchemaField, ResponseFormat
+from gateway.requests.input.structured_output import StructuredOutput, only_one, structured_output_of
 
 
 def test_two_ways_at_once_are_refused() -> None:
@@ -12,6 +13,16 @@ def test_two_ways_at_once_are_refused() -> None:
     assert only_one([first]) is first
     with pytest.raises(RequestError, match="ebnf: cannot be combined with regex"):
         only_one([first, second])
+
+
+@pytest.mark.parametrize(("strict", "is_lenient"), [(None, True), (False, True), (True, False)])
+def test_a_schema_is_followed_as_far_as_it_can_be_unless_it_is_strict(strict, is_lenient):
+    """As in OpenAI's API, where ``strict`` is false by default."""
+    response_format = ResponseFormat(type="json_schema", json_schema=JsonSchemaField(schema={}, strict=strict))
+    body = ChatCompletionRequest(messages=[ChatMessage(role="user", content="Hi")], response_format=response_format)
+    wanted = structured_output_of(body)
+    assert wanted is not None
+    assert wanted.is_lenient == is_lenient
 
 
 def test_one_grammar_may_have_two_names() -> None:
