@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -265,8 +266,28 @@ def render_chat(template: ChatTemplate, body: ChatBody) -> str:
         plain = _without_late_system(plain)
     if body.continue_final_message:
         plain[-1]["content"] = (plain[-1]["content"] or "") + END_MARK
-        return _cut_at_end_mark(template.render(plain, variables, add_generation_prompt=False))
-    return template.render(plain, variables, add_generation_prompt=body.add_generation_prompt is not False)
+        return _cut_at_end_mark(_rendered(template, plain, variables, add_generation_prompt=False))
+    return _rendered(template, plain, variables, add_generation_prompt=body.add_generation_prompt is not False)
+
+
+def _rendered(
+    template: ChatTemplate, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
+) -> str:
+    """The text of a prompt. What the template refuses is rendered again in other forms, one change after the other.
+
+    Raises RequestError: the template refuses all forms; it says why it refuses the first one.
+    """
+    try:
+        return template.render(messages, variables, add_generation_prompt=add_generation_prompt)
+    except RequestError as error:
+        refusal = error
+    for change in (_with_joined_neighbours, _with_single_calls, _without_first_system):
+        changed = change(messages)
+        if changed != messages:
+            messages = changed
+            with suppress(RequestError):
+                return template.render(messages, variables, add_generation_prompt=add_generation_prompt)
+    raise refusal
 
 
 def num_parts(body: ChatBody) -> int:
@@ -381,6 +402,53 @@ def _without_late_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
         if i and message["role"] == "system":
             message["role"] = "user"
     return [group[0] for group in groups]
+
+
+def _with_joined_neighbours(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join neighbouring messages of one role, as Mistral's own library does, and a user's to a tool's result before it.
+
+    The templates of Mistral and Gemma demand that user and assistant alternate. Messages with calls stay as they are.
+    """
+    groups = [[messages[0]]]
+    for message in messages[1:]:
+        first = groups[-1][0]
+        roles, has_calls = (first["role"], message["role"]), "tool_calls" in first or "tool_calls" in message
+        if roles in (("user", "user"), ("tool", "user"), ("assistant", "assistant")) and not has_calls:
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [
+        {**first, "content": "\n\n".join([first["content"], *(other["content"] for other in others)])}
+        if others
+        else first
+        for first, *others in groups
+    ]
+
+
+def _with_single_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make each call of an earlier turn a message of its own, with its result behind it, as Llama 3.1 demands."""
+    groups: list[list[dict[str, Any]]] = [[]]
+    by_call: dict[str | None, list[dict[str, Any]]] = {}
+    for message in messages:
+        if message["role"] == "tool":
+            by_call.get(message.get("tool_call_id"), groups[-1]).append(message)
+            continue
+        calls = message.get("tool_calls", ())
+        if not calls:
+            groups.append([message])
+        for i, call in enumerate(calls):
+            turn = {"role": "assistant", "content": ""} if i else message
+            groups.append([{**turn, "tool_calls": [call]}])
+            by_call[call.get("id")] = groups[-1]
+    return [message for group in groups for message in group]
+
+
+def _without_first_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make a first system message the beginning of the user message behind it, as Gemma 2's template knows no other."""
+    if [message["role"] for message in messages[:2]] != ["system", "user"]:
+        return list(messages)
+    system, user, *others = messages
+    return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *others]
 
 
 def _check_message(message: ChatMessage, param: str) -> None:

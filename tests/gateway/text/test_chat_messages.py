@@ -50,7 +50,7 @@ def test_the_arguments_of_earlier_calls_are_objects():
         {"function": {"name": "find", "arguments": {"b": [2]}}},
         {"id": "c3", "function": {"name": "find"}},
         {"id": "c4", "function": {"name": "find", "arguments": ""}},
-        {"id": "c5", "function": {"name": "find", "arguments": "{broken"}},
+        {"id": "c5", "function": {"name": "find", "arguments": "{a"}},
         {"id": "c6", "function": {"name": "find", "arguments": "[1]"}},
     ]
     answer = {"role": "assistant", "tool_calls": calls, "refusal": None, "annotations": []}
@@ -65,7 +65,7 @@ def test_the_arguments_of_earlier_calls_are_objects():
                 {"type": "function", "function": {"name": "find", "arguments": {"b": [2]}}},
                 {"type": "function", "function": {"name": "find", "arguments": {}}, "id": "c3"},
                 {"type": "function", "function": {"name": "find", "arguments": {}}, "id": "c4"},
-                {"type": "function", "function": {"name": "find", "arguments": "{broken"}, "id": "c5"},
+                {"type": "function", "function": {"name": "find", "arguments": "{a"}, "id": "c5"},
                 {"type": "function", "function": {"name": "find", "arguments": "[1]"}, "id": "c6"},
             ],
         },
@@ -269,7 +269,49 @@ TWO_ROLES = ChatTemplate(
 def test_a_template_that_refuses_calls_is_named_as_the_reason_with_what_it_said():
     message = "messages: the model's chat template cannot render {}: roles must alternate"
     assert error_of(TWO_ROLES, USER, *CALL_AND_RESULT) == message.format("tool calls of earlier turns")
-    assert error_of(TWO_ROLES, USER, USER) == message.format("them")
+    assert error_of(TWO_ROLES, USER, ANSWER, ANSWER, CALL_AND_RESULT[1]) == message.format("them")
+
+
+def test_neighbours_of_one_role_are_joined_where_a_template_refuses_them():
+    """As Mistral's own library does. The templates of Mistral and Gemma have this condition."""
+    assert rendered(TWO_ROLES, USER, ANSWER, USER) == "HiaHi"
+    assert rendered(TWO_ROLES, USER, ANSWER, ANSWER, USER, USER) == "Hia\n\naHi\n\nHi"
+
+
+def test_a_user_message_behind_a_result_follows_its_text_where_a_template_refuses_it():
+    """As in a message of Anthropic's API with a tool's result and text behind it."""
+    template = ChatTemplate(
+        "{% set ns = namespace(is_user=false) %}{% for message in messages %}{% if message.role == 'user' %}"
+        "{% if ns.is_user %}{{ raise_exception('roles must alternate') }}{% endif %}{% set ns.is_user = true %}"
+        "{% elif message.role == 'assistant' and not message.tool_calls %}{% set ns.is_user = false %}{% endif %}"
+        "<{{ message.role }}>{{ message.content }}{% endfor %}",
+        {},
+    )
+    text = rendered(template, USER, *CALL_AND_RESULT, USER, ANSWER, USER)
+    assert text == "<user>Hi<assistant><tool>2\n\nHi<assistant>a<user>Hi"
+
+
+def test_each_call_stands_before_its_result_where_a_template_takes_one_call_of_a_turn():
+    """As that of Llama 3.1."""
+    template = ChatTemplate(
+        "{% for message in messages %}{% if message.tool_calls %}{% if message.tool_calls | length != 1 %}"
+        "{{ raise_exception('only single calls') }}{% endif %}{{ message.tool_calls[0].id }}{% endif %}"
+        "<{{ message.content }}>{% endfor %}",
+        {},
+    )
+    calls = [{"id": name, "function": ADD} for name in ("c1", "c2", "c3")]
+    results = [{"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in ("c3", "c1", "c2")]
+    turn = [{"role": "assistant", "content": "Both", "tool_calls": calls}, *results]
+    text = "c1<Both><of c1>c2<><of c2>c3<><of c3>"
+    assert rendered(template, USER, *turn, ANSWER) == f"<Hi>{text}<a>"
+    assert rendered(template, USER, *turn, *turn) == f"<Hi>{text}{text}", "ids may come again"
+
+
+def test_a_system_message_begins_that_of_the_user_where_a_template_knows_no_such_role():
+    """As that of Gemma 2."""
+    system = {"role": "system", "content": "Be brief"}
+    assert rendered(TWO_ROLES, system, USER, USER, ANSWER, USER) == "Be brief\n\nHi\n\nHiaHi"
+    assert rendered(TWO_ROLES, {**system, "role": "developer"}, USER) == "Be brief\n\nHi"
 
 
 def test_a_variable_that_a_template_lacks_can_be_given():
