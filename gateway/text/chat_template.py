@@ -25,6 +25,7 @@ from common.errors import ConfigError, ErrorCode, RequestError, reason_of
 from gateway.http.protocol.decoding import refuse, value_of_either
 from gateway.http.protocol.native import TokenizeRequest
 from gateway.http.protocol.openai import ChatCompletionRequest, ChatMessage, Part, ToolCall, ToolField
+from gateway.text.output_parser import INVALID_JSON, NO_PARAMETERS
 
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_TEMPLATE_KWARGS = 256
@@ -346,13 +347,13 @@ def _variables(body: ChatBody) -> dict[str, Any]:
 
 
 def _plain_tool(field: ToolField) -> dict[str, Any]:
-    """A tool as templates expect it: absent fields left out."""
+    """A tool as templates expect it: with a description, which gpt-oss's needs, and with parameters."""
     function = field.function
-    plain: dict[str, Any] = {"name": function.name}
-    if function.description is not None:
-        plain["description"] = function.description
-    if function.parameters is not None:
-        plain["parameters"] = function.parameters
+    plain: dict[str, Any] = {
+        "name": function.name,
+        "description": function.description or "",
+        "parameters": function.parameters or NO_PARAMETERS,
+    }
     if function.strict is not None:
         plain["strict"] = function.strict
     return {"type": "function", "function": plain}
@@ -503,16 +504,16 @@ class _Arguments(dict[str, Any]):
         return other + self._text
 
 
-def _arguments(given: str | dict[str, Any]) -> "_Arguments | str":
-    """Arguments as templates expect them; text that is no JSON object stays text."""
+def _arguments(given: str | dict[str, Any]) -> _Arguments:
+    """Arguments as templates expect them. Many refuse text that is no JSON object, such as arguments cut off."""
     if isinstance(given, dict):
         return _Arguments(given, _tojson(given))
     text = given.strip() or "{}"
     try:
         parsed = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
-        return given
-    return _Arguments(parsed, text) if isinstance(parsed, dict) else given
+        parsed = None
+    return _Arguments(parsed if isinstance(parsed, dict) else {INVALID_JSON: given}, text)
 
 
 def _call_id(given: str, form: MessageForm) -> str:

@@ -9,6 +9,11 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
+#: Anthropic's name for arguments that are no JSON object, when they must stand where an object belongs.
+INVALID_JSON = "INVALID_JSON"
+#: The parameters of a tool that names none.
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:

@@ -10,7 +10,15 @@ from gateway.http.formatters.common import ResponseFormatter, encode_json, named
 from gateway.http.formatters.openai import usage
 from gateway.http.protocol.anthropic import MessagesRequest
 from gateway.requests.output_processor import Delta, OutputStream
-from gateway.text.output_parser import OutputPiece, ReasoningPiece, TextPiece, ToolCallArguments, ToolCallBegin, joined
+from gateway.text.output_parser import (
+    INVALID_JSON,
+    OutputPiece,
+    ReasoningPiece,
+    TextPiece,
+    ToolCallArguments,
+    ToolCallBegin,
+    joined,
+)
 from gateway.workers.served_models import ServedModel
 
 Event = dict[str, Any]
@@ -21,8 +29,6 @@ ERROR_TYPES = {
     408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
     504: "timeout_error",
 }  # fmt: skip
-#: Anthropic's name for arguments that are no JSON object, when they must stand where an object belongs.
-INVALID_JSON = "INVALID_JSON"
 
 #: Tells Anthropic's clients, whose tool runners ask for a conversation on the server, to send it with each request.
 NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}

@@ -12,6 +12,7 @@ from gateway.http.protocol.openai import ChatCompletionRequest, ToolChoiceField,
 from gateway.requests.input.structured_output import check_depth
 from gateway.text.output_formats import ModelFormats
 from gateway.text.output_parser import (
+    NO_PARAMETERS,
     FirstCallParser,
     OutputFormat,
     OutputParser,
@@ -249,7 +250,7 @@ def _callable_tools(body: ChatCompletionRequest) -> tuple[Tool, ...]:
         Tool(
             field.function.name,
             field.function.description or "",
-            field.function.parameters or {"type": "object", "properties": {}},
+            field.function.parameters or NO_PARAMETERS,
             bool(field.function.strict),
         )
         for field in fields

@@ -33,7 +33,7 @@ TEMPLATE = """{%- if tools %}<|im_start|>system
 {% endif %}{% endif %}"""
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": ADD}}]
 HI = [{"role": "user", "content": "Hi"}]
 
 

@@ -65,8 +65,8 @@ def test_the_arguments_of_earlier_calls_are_objects():
                 {"type": "function", "function": {"name": "find", "arguments": {"b": [2]}}},
                 {"type": "function", "function": {"name": "find", "arguments": {}}, "id": "c3"},
                 {"type": "function", "function": {"name": "find", "arguments": {}}, "id": "c4"},
-                {"type": "function", "function": {"name": "find", "arguments": "{a"}, "id": "c5"},
-                {"type": "function", "function": {"name": "find", "arguments": "[1]"}, "id": "c6"},
+                {"type": "function", "function": {"name": "find", "arguments": {"INVALID_JSON": "{a"}}, "id": "c5"},
+                {"type": "function", "function": {"name": "find", "arguments": {"INVALID_JSON": "[1]"}}, "id": "c6"},
             ],
         },
         {"role": "tool", "content": "1", "name": "add", "tool_call_id": "c1"},
@@ -327,12 +327,19 @@ def test_a_variable_that_a_template_lacks_can_be_given():
 
 def test_tools_and_documents_reach_the_template_as_they_were_sent():
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-    bare = {"type": "function", "function": {"name": "g", "strict": True}}
+    strict = {"type": "function", "function": {"name": "g", "description": "", "parameters": {"a": 1}, "strict": True}}
     documents = [{"title": "t", "text": "x"}]
-    seen = shown(tools=[tool, bare], documents=documents)
-    assert (seen["tools"], seen["documents"]) == ([tool, bare], documents)
+    seen = shown(tools=[tool, strict], documents=documents)
+    assert (seen["tools"], seen["documents"]) == ([tool, strict], documents)
     assert shown(tools=[tool], tool_choice="none")["tools"] is None
     assert (shown()["tools"], shown(tools=[])["tools"]) == (None, None)
+
+
+@pytest.mark.parametrize("parts", [{}, {"description": None, "parameters": None}, {"parameters": {}}])
+def test_a_tool_has_a_description_and_parameters_which_some_templates_need(parts):
+    """That of gpt-oss joins the description to text."""
+    template = ChatTemplate("{{ '// ' + tools[0].function.description }}{{ tools[0].function.parameters.type }}", {})
+    assert rendered(template, tools=[{"type": "function", "function": {"name": "f", **parts}}]) == "// object"
 
 
 @pytest.mark.parametrize(
