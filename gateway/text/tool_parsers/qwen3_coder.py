@@ -31,7 +31,6 @@ from gateway.text.tool_parsers.base import NotACall, ToolFormat, ToolParser
 from gateway.text.tool_parsers.schemas import (
     ALL_TYPES,
     constants,
-    definitions,
     required_names,
     resolved,
     schema_types,
@@ -42,7 +41,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
-#: Definitions of one tool's schema, with all their copies in its grammar.
+#: What parameters of one tool refer to, with all its copies in the grammar.
 MAX_DEFINITIONS_BYTES = 256 << 10
 _VALUE_END = grammar.literal("\n" + _PARAMETER_END)
 
@@ -198,7 +197,7 @@ def _function_rules(i: int, tool: Tool, *, required: bool) -> list[str]:
     if not isinstance(properties, dict) or not (tool.is_strict or required):
         return [f"function_{i}: {head} any_{i}*", f'any_{i}: /<parameter=[^>\\n]+>\\n/ value "\\n"']
     needed = required_names(tool.parameters)
-    shared = _definitions_by_property(tool, properties)
+    shared = _shared_by_property(tool, properties)
     parts: list[str] = []
     rules: list[str] = []
     for j, (name, schema) in enumerate(properties.items()):
@@ -212,24 +211,33 @@ def _function_rules(i: int, tool: Tool, *, required: bool) -> list[str]:
         if choices or "string" in schema_types(schema, tool.parameters):
             rules.append(f"value_{i}_{j}: {_text_rule(choices)}")
             continue
-        schema = {**shared.get(name, {}), **schema}
+        if name in shared:
+            schema = {**_moved(schema), "$defs": {"tool": shared[name]}}
         rules.append(f"value_{i}_{j}: json_{i}_{j} {_VALUE_END}")
         rules.append(f"json_{i}_{j}: {grammar.json_value(schema, is_strict=tool.is_strict)}")
     return [f"function_{i}: {head} {' '.join(parts)}", *rules]
 
 
-def _definitions_by_property(tool: Tool, properties: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The definitions that each property needs: all of them if it refers to any, as each value has its own grammar.
+def _shared_by_property(tool: Tool, properties: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parts of the tool's schema to which each property may refer, as each value has its own grammar: ``$defs``, or
+    ``properties``, which zod refers to for a schema that it has seen before. References in them are ``_moved``.
 
     Raises RequestError: they are too large together.
     """
-    shared = definitions(tool.parameters)
+    text = json.dumps(tool.parameters)
+    shared = {key: part for key, part in tool.parameters.items() if f'"$ref": "#/{key}/' in text}
     names = [name for name, schema in properties.items() if shared and '"$ref"' in json.dumps(schema)]
     num_bytes = len(names) * len(json.dumps(shared))
     if num_bytes > MAX_DEFINITIONS_BYTES:
-        message = f"the $defs of {tool.name}, once for each parameter that refers to them, have {num_bytes} bytes"
-        raise refuse(f"{message}, at most {MAX_DEFINITIONS_BYTES} are allowed", "tools")
-    return dict.fromkeys(names, shared)
+        message = f"the {' and '.join(shared)} of {tool.name}, once for each parameter that refers to them,"
+        raise refuse(f"{message} have {num_bytes} bytes, at most {MAX_DEFINITIONS_BYTES} are allowed", "tools")
+    return dict.fromkeys(names, _moved(shared))
+
+
+def _moved(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a tool's schema, with references that find the tool's schema as the definition ``tool``."""
+    moved: dict[str, Any] = json.loads(json.dumps(part).replace('"$ref": "#/', '"$ref": "#/$defs/tool/'))
+    return moved
 
 
 def _text_rule(choices: Sequence[Any]) -> str:

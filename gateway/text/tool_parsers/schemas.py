@@ -7,7 +7,8 @@ from typing import Any
 _TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
 #: References that are followed one after the other; schemas may refer to themselves.
 MAX_REFERENCES = 16
-_DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
+#: Steps of the place that a reference names: schemas are not nested more deeply.
+MAX_STEPS = 64
 #: Keywords that hold schemas by name, in a list, and alone. Definitions come first, so that an error in one is found
 #: there and not at a reference to it.
 MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
@@ -55,11 +56,6 @@ def _has_look_around(pattern: Any) -> bool:
     return isinstance(pattern, str) and bool(_LOOK_AROUND.search(_OTHER_ESCAPES.sub("", pattern)))
 
 
-def definitions(schema: dict[str, Any]) -> dict[str, Any]:
-    """What references inside a part of this schema may refer to."""
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-
-
 def required_names(schema: Mapping[str, Any]) -> frozenset[str]:
     """The properties that an object must have; none if ``required`` is no list, which clients send at times."""
     names = schema.get("required")
@@ -70,15 +66,20 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """The schema to which a schema refers by ``$ref``, perhaps through others; itself if it refers to none.
 
     Args:
-        root: the schema whose definitions references such as ``#/$defs/name`` mean.
+        root: the schema of which references such as ``#/$defs/name`` and ``#/properties/name`` mean a part.
     """
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
-        found = _DEFINITION.fullmatch(reference) if isinstance(reference, str) else None
-        shared = root.get(found[1]) if found is not None else None
-        if found is None or not isinstance(shared, dict) or found[2] not in shared:
+        if not isinstance(reference, str) or not reference.startswith("#/"):
             return schema
-        schema = shared[found[2]]
+        part: Any = root
+        for step in reference[2:].split("/", MAX_STEPS):
+            if isinstance(part, list):
+                part = {str(i): item for i, item in enumerate(part)}
+            if not isinstance(part, Mapping) or step not in part:
+                return schema
+            part = part[step]
+        schema = part
     return schema
 
 

@@ -16,12 +16,16 @@ from gateway.text.tool_parsers.schemas import ALL_TYPES, schema_types, without_l
         ({"anyOf": [{"type": "string"}, {}]}, ALL_TYPES),
         ({"$ref": "#/$defs/one"}, {"number"}),
         ({"$ref": "#/$defs/missing"}, ALL_TYPES),
+        ({"$ref": "#/properties/a/anyOf/1/items"}, {"boolean"}),
+        ({"$ref": "#/properties/a/anyOf/2"}, ALL_TYPES),
+        ({"$ref": "#/properties/a/anyOf/0/type/x"}, ALL_TYPES),
         ({}, ALL_TYPES),
         (True, ALL_TYPES),
     ],
 )
 def test_the_types_of_a_schema(schema, types):
-    assert schema_types(schema, {"$defs": {"one": {"type": "number"}}}) == types
+    items = {"a": {"anyOf": [{"type": "null"}, {"items": {"type": "boolean"}}]}}
+    assert schema_types(schema, {"$defs": {"one": {"type": "number"}}, "properties": items}) == types
 
 
 def test_alternatives_that_refer_to_themselves_are_looked_at_once():

@@ -153,6 +153,9 @@ REFERRING = Tool(
             "text": {"$ref": "#/$defs/Text"},
             "loop": {"$ref": "#/$defs/Loop"},
             "lost": {"$ref": "#/$defs/Nothing"},
+            # As zod-to-json-schema refers to a schema that it has written before.
+            "days": {"type": "array", "items": {"$ref": "#/properties/end/anyOf/0"}},
+            "other": {"$ref": "#/properties/text"},
         },
     },
 )
@@ -168,6 +171,8 @@ REFERRING = Tool(
         ("text", '{"month": 3}', None),
         ("loop", "1", None),
         ("lost", "anything", None),
+        ("days", '[{"month": 3}]', '[{"month": "March"}]'),
+        ("other", "3", None),
     ],
 )
 def test_a_parameter_that_is_a_reference_is_bound_by_its_definition(name, good, bad):
