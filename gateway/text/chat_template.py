@@ -47,7 +47,7 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 
 ChatBody = ChatCompletionRequest | TokenizeRequest
 
-_SHORT_IDS = re.compile(r"\|\s*length\s*!=\s*9\b")
+_SHORT_IDS = re.compile(r"\|\s*length\s*(?:!=|<)\s*9\b")
 _NULL_CONTENT = re.compile(r"\bmessage(?:\.content|\[['\"]content['\"]\])\s+is\s+none\b(?!\s+or\b)")
 _THINKING = re.compile(r"\bmessage(?:\.thinking\b|\[['\"]thinking['\"]\])")
 _UNDEFINED = re.compile(r"'\w+' is undefined")

@@ -191,6 +191,13 @@ def test_ids_of_calls_have_nine_characters_where_the_template_refuses_others(cal
     assert found and found[1] != found[2]
 
 
+def test_short_ids_of_calls_have_nine_characters_where_the_template_refuses_them():
+    """As that of Mistral Small 3.1, which shows the last nine of longer ones."""
+    template = ChatTemplate(NINE.source.replace("!=", "<"), {})
+    call = {"id": "c1", "function": ADD}
+    assert re.fullmatch(r"\[[0-9a-f]{9}\]", rendered(template, USER, {"role": "assistant", "tool_calls": [call]}))
+
+
 def test_an_id_of_nine_characters_stays():
     call = {"id": "abcDEF123", "function": ADD}
     assert rendered(NINE, USER, {"role": "assistant", "tool_calls": [call]}) == "[abcDEF123]"
