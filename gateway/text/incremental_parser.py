@@ -72,7 +72,7 @@ class IncrementalParser(ABC):
         token_markers: the markers that are tokens; others are searched in the text.
     """
 
-    def __init__(self, token_markers: Collection[str] = ()) -> None:
+    def __init__(self, token_markers: Collection[str]) -> None:
         self._token_markers = frozenset(token_markers)
         self._pieces = Pieces()
         self._buffer = ""

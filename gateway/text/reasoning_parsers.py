@@ -29,7 +29,7 @@ class ReasoningParser(IncrementalParser):
     """
 
     def __init__(
-        self, start: str, end: str, inner: OutputParser, *, is_open: bool, token_markers: Collection[str] = ()
+        self, start: str, end: str, inner: OutputParser, *, is_open: bool, token_markers: Collection[str]
     ) -> None:
         super().__init__(token_markers)
         self._start, self._end = start, end
@@ -86,7 +86,7 @@ class ReasoningFormat:
 
     Attributes:
         name: as in ``--reasoning-parser``.
-        start, end: the markers. A caller that knows their ids passes them as ``token_ids``, by text.
+        start, end: the markers. The caller passes the ids of those that are tokens as ``token_ids``, by text.
         is_always_open: the model reasons at once, even if neither the prompt nor the output has the start marker.
     """
 
@@ -104,13 +104,13 @@ class ReasoningFormat:
         tail = prompt[-256:].rstrip()
         return not tail.endswith(self.end) and (self.is_always_open or tail.endswith(self.start))
 
-    def parser(self, inner: OutputParser, *, is_open: bool, token_ids: Mapping[str, int] | None = None) -> OutputParser:
+    def parser(self, inner: OutputParser, *, is_open: bool, token_ids: Mapping[str, int]) -> OutputParser:
         """A parser for one output that divides off the reasoning; ``inner`` parses the rest.
 
         Args:
             is_open: the output begins inside the reasoning (``is_open_after``).
         """
-        return ReasoningParser(self.start, self.end, inner, is_open=is_open, token_markers=token_ids or ())
+        return ReasoningParser(self.start, self.end, inner, is_open=is_open, token_markers=token_ids)
 
 
 class HarmonyReasoning(ReasoningFormat):
@@ -120,8 +120,8 @@ class HarmonyReasoning(ReasoningFormat):
     def markers(self) -> tuple[str, ...]:
         return MARKERS
 
-    def parser(self, inner: OutputParser, *, is_open: bool, token_ids: Mapping[str, int] | None = None) -> OutputParser:
-        return inner if isinstance(inner, HarmonyParser) else HarmonyParser((), token_ids or ())
+    def parser(self, inner: OutputParser, *, is_open: bool, token_ids: Mapping[str, int]) -> OutputParser:
+        return inner if isinstance(inner, HarmonyParser) else HarmonyParser((), token_ids)
 
 
 _THINK = ("<think>", "</think>")

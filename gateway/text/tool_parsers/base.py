@@ -32,13 +32,11 @@ class ToolFormat(ABC):
         self.covers_reasoning = covers_reasoning
 
     @abstractmethod
-    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int] | None = None) -> OutputParser:
+    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int]) -> OutputParser:
         """A parser for one output. What resembles a call of a function that is not among ``tools`` is text."""
 
     @abstractmethod
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int] | None = None
-    ) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int]) -> str:
         """A Lark grammar, in the dialect of llguidance, of outputs with valid calls of these tools.
 
         Arguments follow the schema of a tool if it is strict or ``required`` is set. Schema keywords that llguidance
@@ -52,9 +50,7 @@ class ToolFormat(ABC):
                 has no other name for tokens such as ``[TOOL_CALLS]``; other markers are text in the grammar.
         """
 
-    def answer_grammar(
-        self, rule: str, tools: Sequence[Tool] = (), *, token_ids: Mapping[str, int] | None = None
-    ) -> str:
+    def answer_grammar(self, rule: str, tools: Sequence[Tool], *, token_ids: Mapping[str, int]) -> str:
         """A Lark grammar of outputs that call one of these tools or whose answer follows a rule, given by its body.
 
         Only a format that covers the reasoning has it; for others, calls and answers are alternatives.
@@ -73,7 +69,7 @@ class ToolParser(IncrementalParser):
     until the function's name is complete and known (``_hold``), and is text otherwise (``NotACall``, ``_release``).
     """
 
-    def __init__(self, tools: Sequence[Tool], token_markers: Collection[str] = ()) -> None:
+    def __init__(self, tools: Sequence[Tool], token_markers: Collection[str]) -> None:
         super().__init__(token_markers)
         self._tools = {tool.name: tool for tool in tools}
         self._num_calls = 0

@@ -83,12 +83,10 @@ class DeepSeekFormat(ToolFormat):
         super().__init__(name, (CALLS_BEGIN, CALL_BEGIN, SEP, CALL_END, CALLS_END))
         self._writes_fence = writes_fence
 
-    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int] | None = None) -> DeepSeekParser:
-        return DeepSeekParser(tools, token_ids or ())
+    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int]) -> DeepSeekParser:
+        return DeepSeekParser(tools, token_ids)
 
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int] | None = None
-    ) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int]) -> str:
         begin, sep, end, calls_end = (
             grammar.marker(text, token_ids) for text in (CALL_BEGIN, SEP, CALL_END, CALLS_END)
         )

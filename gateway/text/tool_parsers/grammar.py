@@ -29,9 +29,9 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def marker(text: str, token_ids: Mapping[str, int] | None) -> str:
+def marker(text: str, token_ids: Mapping[str, int]) -> str:
     """A marker as a token, if it is one, or as a string."""
-    token = (token_ids or {}).get(text)
+    token = token_ids.get(text)
     return literal(text) if token is None else f"<[{token}]>"
 
 
@@ -106,7 +106,7 @@ def object_rules(tools: Sequence[Tool], *, required: bool) -> list[str]:
 
 
 def calls_or_text(
-    begin: str, *, separator: str, parallel: bool, required: bool, token_ids: Mapping[str, int] | None
+    begin: str, *, separator: str, parallel: bool, required: bool, token_ids: Mapping[str, int]
 ) -> list[str]:
     """The rules ``start`` and ``call`` for calls that each consist of the marker ``begin`` and the rule ``body``.
 
@@ -117,7 +117,7 @@ def calls_or_text(
     more = f" ({literal(separator)} call){{0,{MAX_CALLS - 1}}}" if separator else f" call{{0,{MAX_CALLS - 1}}}"
     if required:
         return [f"start: LEAD? call{more if parallel else ''}", LEAD, call]
-    if begin in (token_ids or {}):
+    if begin in token_ids:
         return [f"start: TEXT {'(call TEXT)*' if parallel else 'call?'}", TEXT, call]
     # The text ends at the first place where the marker is complete, so the marker cannot be a part of the text.
     start = "call* TEXT" if parallel else "call | TEXT"
@@ -142,15 +142,14 @@ def calls_at_start(heads: Sequence[str], *, opening: str, separator: str, closin
     return rules
 
 
-def other_text(beginning: str, tags: Sequence[str], token_ids: Mapping[str, int] | None) -> list[str]:
+def other_text(beginning: str, tags: Sequence[str], token_ids: Mapping[str, int]) -> list[str]:
     """The rule ``start`` for ``calls`` at the beginning or behind a tag, or any text.
 
     Args:
         beginning: matches the beginning of a call; the text does not begin so, nor does it contain a tag.
     """
-    ids = token_ids or {}
-    spelled = [rf" & ~/(?s:.*){pattern(tag)}(?s:.*)/" for tag in tags if tag not in ids]
-    tokens = [marker(tag, ids) for tag in tags if tag in ids]
+    spelled = [rf" & ~/(?s:.*){pattern(tag)}(?s:.*)/" for tag in tags if tag not in token_ids]
+    tokens = [marker(tag, token_ids) for tag in tags if tag in token_ids]
     tagged = f" (({' | '.join(tokens)}) calls)?" if tokens else ""
     return [
         f"start: calls | OTHER{tagged}",

@@ -92,24 +92,20 @@ class HarmonyFormat(ToolFormat):
     def __init__(self) -> None:
         super().__init__("gpt-oss", MARKERS, covers_reasoning=True)
 
-    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int] | None = None) -> HarmonyParser:
-        return HarmonyParser(tools, token_ids or ())
+    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int]) -> HarmonyParser:
+        return HarmonyParser(tools, token_ids)
 
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int] | None = None
-    ) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int]) -> str:
         rules = _messages("call" if required else "(call | final)", "TEXT", token_ids)
         return "\n".join(rules + _call_rules(tools, token_ids, required=required))
 
-    def answer_grammar(
-        self, rule: str, tools: Sequence[Tool] = (), *, token_ids: Mapping[str, int] | None = None
-    ) -> str:
+    def answer_grammar(self, rule: str, tools: Sequence[Tool], *, token_ids: Mapping[str, int]) -> str:
         rules = _messages("(call | final)" if tools else "final", "answer", token_ids)
         calls = _call_rules(tools, token_ids, required=True) if tools else []
         return "\n".join([*rules, *calls, f"answer: {rule}"])
 
 
-def _call_rules(tools: Sequence[Tool], token_ids: Mapping[str, int] | None, *, required: bool) -> list[str]:
+def _call_rules(tools: Sequence[Tool], token_ids: Mapping[str, int], *, required: bool) -> list[str]:
     """The rules of a message that calls one of the tools."""
     channel, constrain, message, call = (
         grammar.marker(text, token_ids) for text in (CHANNEL, CONSTRAIN, MESSAGE, CALL)
@@ -122,7 +118,7 @@ def _call_rules(tools: Sequence[Tool], token_ids: Mapping[str, int] | None, *, r
     return rules
 
 
-def _messages(last: str, answer: str, token_ids: Mapping[str, int] | None) -> list[str]:
+def _messages(last: str, answer: str, token_ids: Mapping[str, int]) -> list[str]:
     """Rules of reasoning and preambles before the last message; the text of a final message is ``answer``."""
     start, channel, message, end = (grammar.marker(text, token_ids) for text in (START, CHANNEL, MESSAGE, END))
     return [

@@ -42,12 +42,10 @@ class HermesFormat(ToolFormat):
     def __init__(self) -> None:
         super().__init__("hermes", (BEGIN, END))
 
-    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int] | None = None) -> HermesParser:
-        return HermesParser(tools, token_ids or ())
+    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int]) -> HermesParser:
+        return HermesParser(tools, token_ids)
 
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int] | None = None
-    ) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int]) -> str:
         rules = grammar.calls_or_text(BEGIN, separator="\n", parallel=parallel, required=required, token_ids=token_ids)
         rules.append(f'body: "\\n" object "\\n" {grammar.marker(END, token_ids)}')
         rules += grammar.object_rules(tools, required=required)

@@ -43,12 +43,10 @@ class Llama3JsonFormat(ToolFormat):
     def __init__(self) -> None:
         super().__init__("llama3-json", (TAG,))
 
-    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int] | None = None) -> Llama3JsonParser:
-        return Llama3JsonParser(tools, token_ids or ())
+    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int]) -> Llama3JsonParser:
+        return Llama3JsonParser(tools, token_ids)
 
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int] | None = None
-    ) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int]) -> str:
         """Calls without the tag; unless ``required``, they may stand behind it, too."""
         if required:
             return "\n".join(grammar.bare_calls(tools, "parameters", parallel=parallel, separator="; "))

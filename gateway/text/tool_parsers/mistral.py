@@ -70,12 +70,10 @@ class MistralFormat(ToolFormat):
         super().__init__(name, (CALLS, ARGS, CALL_ID))
         self._writes_list = writes_list
 
-    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int] | None = None) -> MistralParser:
-        return MistralParser(tools, token_ids or ())
+    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int]) -> MistralParser:
+        return MistralParser(tools, token_ids)
 
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int] | None = None
-    ) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int]) -> str:
         if self._writes_list:
             more = f' (", " object){{0,{MAX_CALLS - 1}}}' if parallel else ""
             rules = grammar.calls_or_text(CALLS, separator="", parallel=False, required=required, token_ids=token_ids)

@@ -233,12 +233,10 @@ class PythonicFormat(ToolFormat):
     def __init__(self) -> None:
         super().__init__("pythonic", (START, END, TAG))
 
-    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int] | None = None) -> PythonicParser:
-        return PythonicParser(tools, token_ids or ())
+    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int]) -> PythonicParser:
+        return PythonicParser(tools, token_ids)
 
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int] | None = None
-    ) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int]) -> str:
         """Calls whose arguments stand in the order of the schema, those that are required first.
 
         Of a schema, types, constants, ``items``, ``properties`` and ``required`` count.

@@ -167,12 +167,10 @@ class Qwen3CoderFormat(ToolFormat):
     def __init__(self) -> None:
         super().__init__("qwen3-coder", (BEGIN, END))
 
-    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int] | None = None) -> Qwen3CoderParser:
-        return Qwen3CoderParser(tools, token_ids or ())
+    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int]) -> Qwen3CoderParser:
+        return Qwen3CoderParser(tools, token_ids)
 
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int] | None = None
-    ) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int]) -> str:
         """Calls whose parameters stand in the order of the schema.
 
         The schema of a parameter that may be a string only decides between its constants (``enum``, ``const``).

@@ -48,7 +48,7 @@ def test_reasoning_cut_off_is_all_reasoning():
 
 
 def test_calls_follow_the_reasoning():
-    tool = tool_format("hermes", "").parser(TOOLS)
+    tool = tool_format("hermes", "").parser(TOOLS, token_ids={})
     text = '<think>I <tool_call> now</think>\n\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     pieces = parsed("qwen3", text, inner=tool)
     assert reasoning(pieces) == "I <tool_call> now"

@@ -110,7 +110,7 @@ def test_a_named_choice_is_a_grammar_of_one_tool(name, are_tokens):
 def test_a_required_that_is_no_list_of_names_is_no_failure_of_ours(name, required):
     inner = {"type": "object", "properties": {"b": {"type": "string"}}, "required": required}
     tool = Tool("f", "", {"type": "object", "properties": {"a": inner}, "required": required})
-    assert FORMATS[name].grammar([tool], parallel=True, required=True)
+    assert FORMATS[name].grammar([tool], parallel=True, required=True, token_ids={})
 
 
 def test_definitions_stand_only_with_parameters_that_refer_to_them():
@@ -123,7 +123,7 @@ def test_definitions_stand_only_with_parameters_that_refer_to_them():
             "rooms": {"type": "integer"},
         },
     }
-    grammar = FORMATS["qwen3-coder"].grammar([Tool("f", "", parameters)], parallel=True, required=True)
+    grammar = FORMATS["qwen3-coder"].grammar([Tool("f", "", parameters)], parallel=True, required=True, token_ids={})
     assert grammar.count('"month"') == 1
 
 
@@ -191,7 +191,7 @@ def test_definitions_that_many_parameters_refer_to_are_refused():
         "properties": {f"p{i}": {"type": "integer", "not": {"$ref": "#/$defs/Word"}} for i in range(300)},
     }
     with pytest.raises(RequestError, match=r"^tools: the \$defs of f, .* have 3\d{5} bytes, at most 262144"):
-        FORMATS["qwen3-coder"].grammar([Tool("f", "", parameters)], parallel=True, required=True)
+        FORMATS["qwen3-coder"].grammar([Tool("f", "", parameters)], parallel=True, required=True, token_ids={})
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_definitions_that_many_parameters_refer_to_are_refused():
 def test_a_property_whose_name_cannot_be_read_is_refused_in_an_enforced_call(model_format, name):
     tool = Tool("find", "", {"type": "object", "properties": {"a-b.ü": {"type": "string"}, name: {"type": "string"}}})
     with pytest.raises(RequestError, match=re.escape(f"tools: find cannot be called with its property {name!r}")):
-        FORMATS[model_format].grammar([tool], parallel=True, required=True)
-    assert FORMATS[model_format].grammar([tool], parallel=True, required=False)
+        FORMATS[model_format].grammar([tool], parallel=True, required=True, token_ids={})
+    assert FORMATS[model_format].grammar([tool], parallel=True, required=False, token_ids={})
 
 
 @both
@@ -233,7 +233,7 @@ def test_a_pattern_with_look_around_binds_no_tool_that_is_not_strict():
     tool = Tool("send", "", {"type": "object", "properties": {"to": address, "pattern": letter}})
 
     def problem(tool):
-        grammar = FORMATS["hermes"].grammar([tool], parallel=True, required=True)
+        grammar = FORMATS["hermes"].grammar([tool], parallel=True, required=True, token_ids={})
         return llguidance.LLMatcher.validate_grammar(grammar, None)
 
     def accepted(**arguments):

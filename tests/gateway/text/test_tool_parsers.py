@@ -40,7 +40,7 @@ class TestHermes:
         assert hermes(text, tokens=("<tool_call>", "</tool_call>")) == expected
 
     def test_name_and_arguments_stream_as_soon_as_they_are_certain(self):
-        parser = tool_format("hermes", "").parser(TOOLS)
+        parser = tool_format("hermes", "").parser(TOOLS, token_ids={})
         assert parser.push('Hi <tool_call>\n{"name": "get_weather') == [TextPiece("Hi")]
         assert parser.push('", "arg') == [ToolCallBegin(0, "get_weather")]
         assert parser.push('uments": {"ci') == [ToolCallArguments(0, '{"ci')]
@@ -139,7 +139,7 @@ class TestQwen3Coder:
         assert calls(parsed("qwen3-coder", text)) == [PARIS, ("get_time", "{}")]
 
     def test_strings_stream_and_other_values_come_whole(self):
-        parser = tool_format("qwen3-coder", "").parser(TOOLS)
+        parser = tool_format("qwen3-coder", "").parser(TOOLS, token_ids={})
         parser.push("<tool_call><function=get_weather><parameter=city>\nPa")
         assert parser.push("r\n") == [ToolCallArguments(0, "r")]
         assert parser.push("is") == [ToolCallArguments(0, "\\nis")]
@@ -464,7 +464,7 @@ def long_outputs(name):
 def test_a_long_output_is_parsed_in_linear_work(name):
     """What a parser looks at again with each push is bounded."""
     for text in long_outputs(name):
-        parser = FORMATS[name].parser(TOOLS)
+        parser = FORMATS[name].parser(TOOLS, token_ids={})
         for start in range(0, len(text), 32):
             parser.push(text[start : start + 32])
             assert len(parser._buffer) - parser._at < 64

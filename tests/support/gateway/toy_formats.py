@@ -65,17 +65,13 @@ class ToyTools:
     markers = ("[", "]")
     covers_reasoning = False
 
-    def answer_grammar(
-        self, rule: str, tools: Sequence[Tool] = (), *, token_ids: Mapping[str, int] | None = None
-    ) -> str:
+    def answer_grammar(self, rule: str, tools: Sequence[Tool], *, token_ids: Mapping[str, int]) -> str:
         raise NotImplementedError
 
-    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int] | None = None) -> OutputParser:
+    def parser(self, tools: Sequence[Tool], *, token_ids: Mapping[str, int]) -> OutputParser:
         return ToyToolParser()
 
-    def grammar(
-        self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int] | None = None
-    ) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, required: bool, token_ids: Mapping[str, int]) -> str:
         """Any call; a comment shows what it was asked for."""
         return f'start: "[" // {[tool.name for tool in tools]} parallel={parallel} required={required}'
 
@@ -87,7 +83,7 @@ class ToyReasoning:
     def is_open_after(self, prompt: str) -> bool:
         return prompt.endswith(self.start)
 
-    def parser(self, inner: OutputParser, *, is_open: bool, token_ids: Mapping[str, int] | None = None) -> OutputParser:
+    def parser(self, inner: OutputParser, *, is_open: bool, token_ids: Mapping[str, int]) -> OutputParser:
         return ToyReasoningParser(inner, is_open=is_open)
 
 
