@@ -73,3 +73,19 @@ class SamplingFields(Strict, kw_only=True):
     no_stop_trim: bool | None = None
     bad_words: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+
+
+class OpenAIFields(SamplingFields, kw_only=True):
+    """Fields of all of OpenAI's endpoints."""
+
+    model: str | None = None
+    stream: bool | None = None
+    # OpenAI's hint at prompts that begin alike. Requests are routed by the prefixes that nodes have cached, without it.
+    prompt_cache_key: str | None = None
+    # Baton's own fields, in all endpoints.
+    priority: Priority | None = None
+    priority_class: PriorityClass | None = None
+    deadline_ms: DeadlineMs | None = None
+    slo_ttft_ms: DeadlineMs | None = None
+    slo_itl_ms: DeadlineMs | None = None
+    cache_salt: Salt | None = None

@@ -9,15 +9,11 @@ from gateway.http.protocol.fields import (
     END,
     MAX_INT,
     Count,
-    DeadlineMs,
     NotEmpty,
+    OpenAIFields,
     Positive,
-    Priority,
-    PriorityClass,
     Prompts,
     Refused,
-    Salt,
-    SamplingFields,
     TopLogprobs,
     supports,
 )
@@ -73,11 +69,9 @@ class StructuredOutputs(Strict, kw_only=True):
 # ---- both endpoints --------------------------------------------------------------------------------------------------
 
 
-class OpenAIRequest(SamplingFields, kw_only=True):
-    """Fields of both OpenAI endpoints."""
+class OpenAIRequest(OpenAIFields, kw_only=True):
+    """Fields of completions and chat completions."""
 
-    model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
@@ -87,8 +81,6 @@ class OpenAIRequest(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     truncation_side: Literal["left", "right"] | None = None
-    # OpenAI's hint at prompts that begin alike. Requests are routed by the prefixes that nodes have cached, without it.
-    prompt_cache_key: str | None = None
     # Structured outputs: OpenAI's and vLLM's field, vLLM's older fields, and SGLang's.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -98,13 +90,6 @@ class OpenAIRequest(SamplingFields, kw_only=True):
     guided_grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = None
-    # Baton's own fields, in all endpoints.
-    priority: Priority | None = None
-    priority_class: PriorityClass | None = None
-    deadline_ms: DeadlineMs | None = None
-    slo_ttft_ms: DeadlineMs | None = None
-    slo_itl_ms: DeadlineMs | None = None
-    cache_salt: Salt | None = None
 
 
 class CompletionRequest(OpenAIRequest, kw_only=True):

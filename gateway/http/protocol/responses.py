@@ -7,13 +7,9 @@ from msgspec import Meta
 from gateway.http.protocol.decoding import Extensible
 from gateway.http.protocol.fields import (
     Count,
-    DeadlineMs,
+    OpenAIFields,
     Positive,
-    Priority,
-    PriorityClass,
     Refused,
-    Salt,
-    SamplingFields,
     TopLogprobs,
     supports,
 )
@@ -124,16 +120,14 @@ class ResponseStreamOptions(Extensible, kw_only=True):
     """``stream_options``, of which nothing has an effect here."""
 
 
-class ResponsesRequest(SamplingFields, kw_only=True):
+class ResponsesRequest(OpenAIFields, kw_only=True):
     """``POST /v1/responses``."""
 
     input: str | list[InputItem]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
     store: bool | None = None
     metadata: Metadata | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Positive | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -144,16 +138,9 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     include: list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: TopLogprobs | None = None
-    prompt_cache_key: str | None = None
-    # Beyond OpenAI's: variables of the chat template, and Baton's own fields, as in all endpoints.
+    # Beyond OpenAI's.
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_budget: Count | None = None
-    priority: Priority | None = None
-    priority_class: PriorityClass | None = None
-    deadline_ms: DeadlineMs | None = None
-    slo_ttft_ms: DeadlineMs | None = None
-    slo_itl_ms: DeadlineMs | None = None
-    cache_salt: Salt | None = None
     prompt: Refused = None
     conversation: Refused = None
 

@@ -11,7 +11,7 @@ import msgspec
 
 from common.errors import ErrorCode
 from gateway.http.protocol.decoding import refuse
-from gateway.http.protocol.fields import SamplingFields
+from gateway.http.protocol.fields import OpenAIFields
 from gateway.http.protocol.openai import (
     MAX_FUNCTION_NAME,
     MAX_TOOLS,
@@ -91,15 +91,13 @@ def to_chat(body: ResponsesRequest, history: Sequence[InputItem]) -> ChatComplet
     messages += to_messages(history, "previous_response_id")
     messages += to_messages(input_items(body), "input")
     reasoning = body.reasoning
-    sampling = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
+    shared = {name: getattr(body, name) for name in OpenAIFields.__struct_fields__}
     has_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or [])
     return ChatCompletionRequest(
-        **sampling,
+        **shared,
         messages=messages,
         logprobs=has_logprobs,
         top_logprobs=body.top_logprobs if has_logprobs else None,
-        model=body.model,
-        stream=body.stream,
         max_completion_tokens=body.max_output_tokens,
         tools=None if body.tools is None else _tools(body),
         tool_choice=_tool_choice(body),
@@ -108,13 +106,6 @@ def to_chat(body: ResponsesRequest, history: Sequence[InputItem]) -> ChatComplet
         reasoning_effort=None if reasoning is None else reasoning.effort,
         thinking_budget=body.thinking_budget,
         chat_template_kwargs=body.chat_template_kwargs,
-        prompt_cache_key=body.prompt_cache_key,
-        priority=body.priority,
-        priority_class=body.priority_class,
-        deadline_ms=body.deadline_ms,
-        slo_ttft_ms=body.slo_ttft_ms,
-        slo_itl_ms=body.slo_itl_ms,
-        cache_salt=body.cache_salt,
     )
 
 
