@@ -46,7 +46,7 @@ from gateway.requests.input.prompts import (
     too_long,
     truncation_of,
 )
-from gateway.requests.input.structured_output import StructuredOutput, structured_output_of
+from gateway.requests.input.structured_output import STRUCTURE_FIELDS, StructuredOutput, structured_output_of
 from gateway.text.chat_template import argument_texts, num_parts, render_chat, tools_size
 from gateway.text.tokenizer import LONG_CHARACTERS, AsyncTokenizer
 from gateway.workers.registry import SamplingDefaults, ServingLimits
@@ -55,11 +55,6 @@ from gateway.workers.served_models import ServedModel
 COMPLETION_MAX_TOKENS = 16
 NATIVE_MAX_TOKENS = 128
 GREEDY_BELOW = 1e-5
-#: Fields that ask for structured output, of all endpoints.
-STRUCTURE_FIELDS = (
-    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "json_schema", "regex", "ebnf", "structural_tag",
-)  # fmt: skip
 #: Chats with more messages and parts than this are rendered on the thread; each part takes some microseconds.
 MANY_PARTS = 1024
 #: Chats with larger tools and arguments than this, in bytes of JSON, are rendered on the thread. It also writes the
@@ -566,9 +561,9 @@ def _check_token_ids(body: SamplingFields, limits: ServingLimits, prefix: str) -
             check_vocabulary(given, limits.vocab_size, prefix + name)
 
 
-def _stop_strings(given: str | list[str] | None, param: str) -> tuple[str, ...]:
+def _stop_strings(given: str | list[str], param: str) -> tuple[str, ...]:
     """Refuse too many and too long stop strings. Empty ones ask for nothing."""
-    stops = [given] if isinstance(given, str) else given or []
+    stops = [given] if isinstance(given, str) else given
     if len(stops) > MAX_STOPS:
         raise refuse(f"has {len(stops)} stop strings, at most {MAX_STOPS} are allowed", param)
     if any(len(stop) > MAX_STOP_LENGTH for stop in stops):

@@ -80,6 +80,8 @@ _INNER_FIELDS: dict[str, Kind] = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
+#: Fields that ask for structured output, of all endpoints.
+STRUCTURE_FIELDS = ("response_format", "structured_outputs", *_FIELDS)
 
 
 def structured_output_of(body: msgspec.Struct, prefix: str = "") -> StructuredOutput | None:
