@@ -118,9 +118,9 @@ def as_error(error: BaseException) -> RequestError:
 class ResponseFormatter(ABC):
     """Formats the outputs of one HTTP request."""
 
-    @abstractmethod
     def first(self, outputs: Sequence[OutputStream]) -> bytes:
-        """The bytes that begin a stream."""
+        """The bytes that begin a stream, before those of any output."""
+        return b""
 
     @abstractmethod
     def chunk(self, output: OutputStream, delta: Delta) -> bytes:

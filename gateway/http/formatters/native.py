@@ -43,9 +43,6 @@ class NativeFormatter(ResponseFormatter):
         self._is_incremental = is_incremental
         self._encoded: dict[int, dict[str, bytes]] = {}  # log-probabilities so far, by number of the output and field
 
-    def first(self, outputs: Sequence[OutputStream]) -> bytes:
-        return b""
-
     def chunk(self, output: OutputStream, delta: Delta) -> bytes:
         logprobs = self._logprobs(output, delta.first, delta.ids, delta.logprobs)
         if not self._is_incremental:

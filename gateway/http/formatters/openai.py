@@ -78,9 +78,6 @@ class _OpenAIFormatter(ResponseFormatter):
         self._is_plain = not (self._with_usage_each or self._with_logprobs or self._with_ids)
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by number of the output
 
-    def first(self, outputs: Sequence[OutputStream]) -> bytes:
-        return b""
-
     def chunk(self, output: OutputStream, delta: Delta) -> bytes:
         around = self._around_text.get(output.number)
         if around is not None and not delta.is_last:  # the usual case, kept short
