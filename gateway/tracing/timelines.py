@@ -5,7 +5,7 @@ came (``gateway.workers.clock_offset``).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -180,13 +180,8 @@ class Timelines:
         if len(timeline.reports) < MAX_REPORTS:
             timeline.reports.append(report)
 
-    def newest(self, scope: str | None = None) -> Iterator[Timeline]:
-        """The timelines of one tenant, newest first; empty for those without a tenant, None for all."""
-        yield from map(Timeline.of, self._running_of(scope))
-        yield from self._ended_of(scope)
-
     def last(self, limit: int, scope: str | None = None) -> list[Timeline]:
-        """Those that began last, the last one first; ``scope`` as for ``newest``."""
+        """Those of one tenant that began last, the last one first; empty for those without a tenant, None for all."""
         running = map(Timeline.of, islice(self._running_of(scope), limit))
         return sorted([*running, *self._ended_of(scope)], key=lambda one: -one.started_at)[:limit]
 
@@ -210,4 +205,5 @@ class Timelines:
 
     def since(self, instant: float, limit: int, scope: str | None = None) -> list[Timeline]:
         """The newest timelines of outputs that were in flight at this instant or later, newest first."""
-        return list(islice((one for one in self.newest(scope) if not one.ended_at or one.ended_at >= instant), limit))
+        newest = chain(map(Timeline.of, self._running_of(scope)), self._ended_of(scope))
+        return list(islice((one for one in newest if not one.ended_at or one.ended_at >= instant), limit))

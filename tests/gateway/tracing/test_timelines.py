@@ -252,7 +252,7 @@ def test_an_id_that_is_used_again_before_any_node_is_listed_as_the_newest() -> N
     timelines = Timelines(3, lambda: ())
     for rid in ("a", "b", "a"):
         timelines.ended(ended_stream(rid))
-    assert [one.rid for one in timelines.newest()] == ["a", "b"]
+    assert [one.rid for one in timelines.since(0.0, 9)] == ["a", "b"]
 
 
 def test_the_last_are_those_that_began_last_and_no_others_are_made_of_the_outputs_in_flight(
@@ -284,7 +284,7 @@ def test_late_spans_are_taken_only_from_the_nodes_of_an_output() -> None:
     spans = (StageSpan("decode", 1.0, 1.0),)
     for node in ("other", "d"):
         timelines.reported("a", 5, StageReport(node, 0.0, 1.0, spans))
-    assert [report.node for one in timelines.newest() for report in one.reports] == ["d"]
+    assert [report.node for one in timelines.since(0.0, 9) for report in one.reports] == ["d"]
 
 
 async def test_one_trace_is_made_at_a_time(folder, monkeypatch: pytest.MonkeyPatch) -> None:
