@@ -88,18 +88,11 @@ class ServedModels:
         """Those that nodes can serve come first: what the others have may be on nodes that never come back."""
         return sorted(self, key=lambda model: not model.is_ready)
 
-    def base(self, name: str | None, param: str) -> ServedModel:
-        """The model with this name, or the default.
-
-        Args:
-            param: the field that has the name.
-
-        Raises:
-            RequestError: the gateway does not serve it.
-        """
+    def base(self, name: str | None) -> ServedModel:
+        """The model of a ``base_model_name``, or the default. Raises RequestError: the gateway does not serve it."""
         model = self.default if name is None else self._by_name.get(name)
         if model is None:
-            raise self._unknown(name or "", self._by_name, param)
+            raise self._unknown(name or "", self._by_name, "base_model_name")
         return model
 
     def named(self, name: str | None) -> ServedModel:

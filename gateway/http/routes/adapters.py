@@ -35,7 +35,7 @@ def make_router(services: Services, checks: RequestChecks) -> APIRouter:
         body = decode(LoadLoraRequest, data)
         if any(model.name == body.lora_name for model in models):
             raise refuse(f"a model is served as {body.lora_name!r}; give the adapter another name", "lora_name")
-        model = models.base(body.base_model_name, "base_model_name")
+        model = models.base(body.base_model_name)
         for other in models:
             if other is not model and body.lora_name in other.pool.registry.adapters:
                 raise refuse(f"{body.lora_name!r} is an adapter of the model {other.name!r}", "lora_name")
