@@ -201,16 +201,11 @@ class Decoder:
         *,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
-        """Run all layers on ``tokens`` ``[N]`` at ``positions`` ``[N]`` and write their KV.
+        """As ``CausalModel.hidden_states``; the result is that before the last norm.
 
         Args:
             tokens: on ranks other than 0, memory for the tokens of rank 0.
-            attention: writes new KV into the pool and reads cached KV from it.
-            keep: ``[K]`` int64, indices of the tokens to return; the last feed-forward layer skips all others. None
-                returns all.
-            adapters: what LoRA adapters add for some of the tokens; None without any.
-        Returns:
-            ``[K, hidden]``, before the last norm.
+            keep: the last feed-forward layer skips all other tokens.
         """
         if self._group is not None:
             tokens = self._group.broadcast(tokens)
@@ -235,7 +230,6 @@ class Decoder:
         return x + delta
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Map hidden states ``[rows, hidden]`` to float32 logits ``[rows, vocab]``, in ``out`` if that is given."""
         assert self.weights.head is not None, "only rank 0 has the projection to the vocabulary"
         normed = self._ops.add_rms_norm(hidden, None, self.weights.norm, self._eps)
         return self.weights.head(normed, torch.float32, out)
