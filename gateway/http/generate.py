@@ -300,7 +300,7 @@ class GenerateApp:
             if (repeated := self._repeated(identity, body)) is not None:
                 return repeated
         events = self._events(only_ends=not body.stream)
-        keyed = None if identity is None else self._retries.begin(identity, answer_id)
+        keyed = None if identity is None else KeyedRequest(identity, answer_id, services.idempotency)
         trace, traceparent = None, state.get(TRACEPARENT, "")
         if traceparent or services.tracer.is_sampling:
             trace = services.tracer.begin(traceparent, answer_id, endpoint.operation)

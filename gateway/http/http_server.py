@@ -33,15 +33,11 @@ class HttpServer:
 
     Args:
         starts_app: the application starts and stops with this server; otherwise another server has started it.
-
-    Attributes:
-        app: the application that it serves.
     """
 
     def __init__(
         self, app: ASGIApp, options: ConnectionOptions, tls: ssl.SSLContext | None = None, *, starts_app: bool = True
     ) -> None:
-        self.app = app
         self._tls = tls
         self._config = uvicorn.Config(
             app,

@@ -102,10 +102,6 @@ class Retries:
                 found[output.key] = output
         return found
 
-    def begin(self, identity: RequestIdentity, answer_id: str) -> KeyedRequest:
-        """A new request with a key."""
-        return KeyedRequest(identity, answer_id, self._store, None)
-
     def add(self, request: KeyedRequest, streams: list[OutputStream], events: OutputEvents) -> None:
         """Make a request known by its key, once its outputs are sent, and give them to its answer."""
         request.streams.extend(streams)

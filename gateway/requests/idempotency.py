@@ -114,7 +114,7 @@ class KeyedRequest:
     identity: RequestIdentity
     answer_id: str
     store: "IdempotencyStore"
-    reader: Reader | None
+    reader: Reader | None = None
     streams: list[OutputStream] = field(default_factory=list)
     num_ended: int = 0
     has_failed: bool = False
@@ -171,11 +171,6 @@ class IdempotencyStore:
 
     def __len__(self) -> int:
         return len(self._in_flight) + len(self._ended)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the outputs that have ended."""
-        return self._ended.num_bytes
 
     def find(self, identity: RequestIdentity, now: float) -> KeyedRequest | None:
         """The request that this one repeats; None if it is new.

@@ -55,10 +55,6 @@ class ResponseStore:
     def is_enabled(self) -> bool:
         return self._cache.is_enabled
 
-    @property
-    def num_bytes(self) -> int:
-        return self._cache.num_bytes
-
     def add(self, tenant: str, stored: StoredResponse, now: float) -> None:
         """Store a response, unless it alone exceeds the limits."""
         self._cache.expire(now)

@@ -72,7 +72,7 @@ class FurtherAttempts:
     def begin(self, flight: InFlightRequest, *, is_alone: bool) -> None:
         """The next attempt at a request begins; ``is_alone``: no other request is at its nodes."""
         assert flight.recovery is not None
-        flight.recovery.begins(is_alone=is_alone)
+        flight.recovery.is_alone = is_alone
         del self._waiting[flight.stream.request.rid]
 
     def drop(self, rid: str) -> None:

@@ -83,10 +83,6 @@ class Recovery:
     def is_suspect(self) -> bool:
         return self.num_losses >= NUM_LOSSES
 
-    def begins(self, *, is_alone: bool) -> None:
-        """The next attempt is sent."""
-        self.is_alone = is_alone
-
     def has_progressed(self, num_output: int) -> bool:
         return num_output >= self.num_output + NUM_PROGRESS
 

@@ -74,10 +74,6 @@ class PrefixIndex:
         self._present = 0  # bits of the nodes whose caches count
         self._stale = 0  # bits of nodes that are gone, which runs may still have
 
-    @property
-    def num_pieces(self) -> int:
-        return self._num_bytes // PIECE_BYTES
-
     def pieces(self, prompt: Sequence[int], salt: str) -> bytes:
         """Chained hashes of the prompt's leading whole pieces; each covers everything up to its end."""
         num_pieces = min(len(prompt) // self._piece_tokens, MAX_PIECES)

@@ -33,7 +33,7 @@ def routes_of(routes):
 
 
 async def test_the_table_has_every_route_and_no_other(stack):
-    assert routes_of(stack.gateway._http.app.routes) == set(TABLE)
+    assert routes_of(stack.gateway._http._config.app.routes) == set(TABLE)
 
 
 async def test_every_route_needs_the_key_that_the_table_says(stack):

@@ -66,7 +66,7 @@ def refs(value):
 async def test_the_description_names_every_endpoint_and_every_reference_leads_somewhere(stack):
     status, document = await stack.get("/openapi.json")
     assert status == 200
-    app = stack.gateway._http.app
+    app = stack.gateway._http._config.app
     served = set(map(route_path, app.routes))
     assert {"/v1/completions", "/generate", "/openapi.json"} <= served
     for path in ("/v1/models/{name}", "/v1/requests/{rid}/priority", "/v1/workers/{name}/decisions", "/metrics"):
@@ -110,7 +110,7 @@ async def test_every_operation_describes_its_body_its_answers_and_its_errors(sta
 
 @pytest.mark.parametrize(("path", "body"), GENERATING)
 async def test_answers_and_events_of_generating_endpoints_are_as_described(stack, path, body):
-    (endpoint,) = (route.app.endpoint for route in stack.gateway._http.app.routes if route_path(route) == path)
+    (endpoint,) = (route.app.endpoint for route in stack.gateway._http._config.app.routes if route_path(route) == path)
     async with stack.client.post(stack.url + path, json={"model": "tiny", **body}) as answer:
         assert answer.status == 200, await answer.text()
         msgspec.json.decode(await answer.read(), type=endpoint.answer)

@@ -84,7 +84,7 @@ def test_the_counted_bytes_are_those_of_the_memory(num_logprobs, has_parts):
     try:
         before = tracemalloc.get_traced_memory()[0]
         for number in range(count):
-            keyed = KeyedRequest(identity_of(str(number)), "answer", store, None)
+            keyed = KeyedRequest(identity_of(str(number)), "answer", store)
             allowed = tuple(range(1_000, 9_000))
             sampling = SamplingParams(max_new_tokens=num_tokens, logprobs=num_logprobs, allowed_token_ids=allowed)
             wanted = GenerateRequest(f"r{number}", "r", prompt, sampling, output_format=output_format)
@@ -103,7 +103,7 @@ def test_the_counted_bytes_are_those_of_the_memory(num_logprobs, has_parts):
     finally:
         tracemalloc.stop()
     assert len(store) == count
-    assert 0.75 * used < store.num_bytes < 1.25 * used
+    assert 0.75 * used < store._ended.num_bytes < 1.25 * used
     assert used / (count * num_tokens) < 600, "log-probabilities are kept in a compact form"
 
 
@@ -228,7 +228,7 @@ def test_results_are_forgotten_after_their_time():
     run(store, identity_of(), now=5.0)
     assert store.find(identity_of(), 15.0) is not None
     assert store.find(identity_of(), 15.1) is None
-    assert (len(store), store.num_bytes) == (0, 0)
+    assert (len(store), store._ended.num_bytes) == (0, 0)
 
 
 def test_the_tenant_with_the_most_bytes_loses_its_oldest():

@@ -85,7 +85,7 @@ def test_bytes_are_bounded_and_a_response_that_is_too_large_displaces_nothing():
     store.add("", response("a"), 0.0)
     store.add("", response("b"), 0.0)
     store.add("", response("large", size=26), 0.0)
-    assert (len(store), store.num_bytes, has(store, "", "large")) == (2, 20, False)
+    assert (len(store), store._cache.num_bytes, has(store, "", "large")) == (2, 20, False)
     store.add("", response("c"), 0.0)
     assert [has(store, "", name) for name in "abc"] == [False, True, True]
 

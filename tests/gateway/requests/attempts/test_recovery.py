@@ -31,7 +31,7 @@ def test_after_two_losses_in_a_row_a_request_is_suspect_and_a_third_one_alone_en
         ended(recovery, SEEN)
         assert recovery.is_suspect is is_suspect
         assert recovery.verdict(1.0, timeout_s=60.0) is None
-    recovery.begins(is_alone=True)
+    recovery.is_alone = True
     ended(recovery, AttemptEnd(ErrorCode.INTERNAL, "a step failed", is_loss=True))
     error = recovery.verdict(1.0, timeout_s=60.0)
     assert error.code is ErrorCode.NODE_LOST
@@ -44,7 +44,7 @@ def test_after_two_losses_in_a_row_a_request_is_suspect_and_a_third_one_alone_en
 def test_losses_that_other_requests_shared_never_end_a_request():
     recovery = Recovery(SEEN, 1.0, 0)
     for _ in range(20):
-        recovery.begins(is_alone=False)
+        recovery.is_alone = False
         ended(recovery, SEEN)
         assert recovery.verdict(1.0, timeout_s=60.0) is None
     assert recovery.is_suspect
@@ -54,7 +54,7 @@ def test_a_suspect_request_survives_the_loss_of_a_node_that_was_silent_before():
     recovery = Recovery(SEEN, 1.0, 0)
     for _ in range(2):
         ended(recovery, SEEN)
-    recovery.begins(is_alone=True)
+    recovery.is_alone = True
     ended(recovery, SEEN._replace(is_loss=False))
     assert recovery.verdict(1.0, timeout_s=60.0) is None
 

@@ -227,9 +227,9 @@ def test_the_index_is_bounded_and_keeps_what_was_used_last(max_pieces, prompts):
     index = PrefixIndex(1, max_pieces)
     for prompt in prompts:
         index.remember(index.pieces(prompt, ""), [0])
-        assert index.num_pieces <= max_pieces
+        assert index._num_bytes <= 8 * max_pieces
         if 0 < len(prompt) <= max_pieces:
             assert index.cached(index.pieces(prompt, ""), 1)[0] == len(prompt)
-    assert index.num_pieces == sum(len(run.pieces) // 8 for run in index._runs)
+    assert index._num_bytes == sum(len(run.pieces) for run in index._runs)
     index.clear()
-    assert index.num_pieces == 0
+    assert index._num_bytes == 0
