@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from gateway.text.tool_parsers.schemas import MAPS
+
 _LIMIT, _LAST = float(2**63), 2**63 - 1
 #: What may stand between ``%json`` and a schema in a Lark text.
 _SPACE = re.compile(r"(?:\s|//[^\n]*)*")
 _NUMBER = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-#: Keywords whose value holds schemas under names that the client chooses.
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 class _Object(NamedTuple):
@@ -61,7 +61,7 @@ def _problems(schema: Any, *, is_map: bool = False) -> Iterator[str]:
             if overflows or (may_be_integer and _allows_others(name, value)):
                 yield _sentence(name, value)
         else:
-            yield from _problems(value, is_map=name in _MAPS)
+            yield from _problems(value, is_map=name in MAPS)
 
 
 def _is_written_exactly(number: int | float) -> bool:
