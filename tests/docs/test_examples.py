@@ -290,7 +290,7 @@ def test_two_hosts_serve_a_request_over_tcp_and_stop(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
-def test_two_gateways_serve_through_nodes_that_found_them_in_etcd(tmp_path: Path) -> None:
+def test_two_gateways_serve_through_nodes_that_found_them_in_etcd() -> None:
     names = ("PORT", "OTHER_PORT", "ETCD_PORT", "ETCD_PEER_PORT")
     found = subprocess.run(
         [EXAMPLES / "etcd.sh", *SMALL_NODES],

@@ -119,7 +119,7 @@ def test_an_endless_page_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.since(0.0) == {} and "no metrics (no usable response)" in found.notes[0]
 
 
-def test_a_page_without_metrics_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_without_metrics_is_reported() -> None:
     page = b"<html>\xff\x00</html>"
     with server(lambda peer: peer.sendall(OK + b"Content-Length: %d\r\n\r\n" % len(page) + page)) as (url, _):
         found = scrape_for(LoadtestConfig(url=url, scrape=url + "/metrics"))

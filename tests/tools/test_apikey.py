@@ -42,7 +42,7 @@ def test_an_end_that_no_date_has_is_refused(capsys):
     assert (printed.out, "--days: must be at most 36500, not 9999999" in printed.err) == ("", True)
 
 
-def test_each_key_is_another(capsys, tmp_path):
+def test_each_key_is_another(capsys):
     keys = set()
     for _ in range(3):
         _run(["apikey"])

@@ -135,7 +135,7 @@ def test_a_node_whose_registration_is_not_answered_says_so_again_and_again(tmp_p
 
 
 @pytest.mark.slow
-def test_the_command_shown_when_the_service_is_ready_works_as_it_is_pasted(tmp_path):
+def test_the_command_shown_when_the_service_is_ready_works_as_it_is_pasted():
     with start("serve", "--port", "0", "--max-total-tokens", "4096") as process:
         assert process.stdout is not None and process.stderr is not None
         url = process.stdout.readline().removeprefix("ready ").strip()

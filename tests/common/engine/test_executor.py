@@ -42,7 +42,7 @@ def test_a_plan_without_rows_only_fills_the_table(executor: TorchExecutor) -> No
     executor.close()
 
 
-def test_only_rows_that_sample_give_tokens_in_row_order(executor: TorchExecutor, folder: Path) -> None:
+def test_only_rows_that_sample_give_tokens_in_row_order(executor: TorchExecutor) -> None:
     """Two of three rows sample, and each samples the same token as alone."""
     prompts = [tuple(range(1, 12)), tuple(range(30, 70)), tuple(range(99, 90, -1))]
     admits = tuple(Admit(slot, GREEDY, len(prompt), None) for slot, prompt in enumerate(prompts))

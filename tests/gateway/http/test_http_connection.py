@@ -523,7 +523,7 @@ async def test_a_broken_body_fails_the_request():
 # ---- stop -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_stop_closes_idle_connections_and_lets_answers_end(monkeypatch):
+async def test_a_stop_closes_idle_connections_and_lets_answers_end():
     go_on = asyncio.Event()
 
     async def answer_later(app, scope, receive, send):

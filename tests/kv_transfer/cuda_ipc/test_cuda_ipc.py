@@ -329,7 +329,7 @@ def test_auto_takes_shared_memory_where_the_gpu_cannot_be_reached(start: Callabl
     join(writer, reader, "shm")
 
 
-def test_pages_land_on_the_device_unless_they_arrive_there(start: Callable[..., End]) -> None:
+def test_pages_land_on_the_device_unless_they_arrive_there() -> None:
     """One reader gets pages by CUDA IPC from one peer and by shared memory from another."""
     store = DeviceStore(NUM_PAGES, LAYOUT)
     reader = open_reader(store, TransportSettings("auto", DECODE))

@@ -286,7 +286,7 @@ def test_no_agent_is_invalidated_while_a_process_on_this_host_is_watched(
     assert len(until(lambda: reader.poll(0.0))) == 2
 
 
-def test_an_agent_that_nixl_does_not_release_is_no_fence(reader: NixlReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_nixl_does_not_release_is_no_fence(reader: NixlReader) -> None:
     offer(reader, "far", 1)
     assert reader.chosen("far", 1, "nixl")
     kept = reader._agent.nixl

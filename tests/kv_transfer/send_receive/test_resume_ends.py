@@ -108,7 +108,7 @@ def test_the_death_of_a_writer_is_not_retried(pair: TransferPair) -> None:
     assert pair.allocator.num_free == pair.num_pages
 
 
-def test_a_fence_of_an_offer_that_was_never_used_counts_as_a_break(pair: TransferPair) -> None:
+def test_a_fence_of_an_offer_that_was_never_used_counts_as_a_break() -> None:
     """A late answer to that offer is ignored."""
     late = TransferPair()
     late.begin(KEY, 2)

@@ -127,9 +127,7 @@ def test_attaching_fails_if_no_descriptor_is_left(
     writer.attach(DECODE, connect)
 
 
-def test_attaching_waits_while_the_backlog_is_full(
-    store: MemfdStore, writer: ShmWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attaching_waits_while_the_backlog_is_full(store: MemfdStore, writer: ShmWriter) -> None:
     reader = ShmReader(store, DECODE)
     reader._pending._listener.listen(0)
     endpoint = offer(reader)
@@ -163,7 +161,7 @@ def test_a_killed_writer_is_proven_dead(child: WriterProcess, reader: ShmReader)
 
 
 def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
-    child: WriterProcess, reader: ShmReader, store: MemfdStore
+    child: WriterProcess, reader: ShmReader
 ) -> None:
     allocator = PageAllocator(NUM_PAGES)
     receiver = Receiver(reader, allocator, name="decode-0", digest="model")
@@ -194,9 +192,7 @@ def test_a_killed_writer_frees_the_quarantine_and_a_stopped_one_does_not(
     assert allocator.num_free == NUM_PAGES
 
 
-def test_a_connection_closed_without_detached_is_no_fence(
-    reader: ShmReader, writer: ShmWriter, store: MemfdStore
-) -> None:
+def test_a_connection_closed_without_detached_is_no_fence(reader: ShmReader, writer: ShmWriter) -> None:
     attach(reader, writer, offer(reader))
     writer._attachments[DECODE].connection.close()
     assert wait_for_news(reader, 0.1) == []
@@ -411,7 +407,7 @@ def test_killing_a_writer_leaves_nothing_behind(child: WriterProcess, reader: Sh
     assert f"@{name}" not in Path("/proc/net/unix").read_text()
 
 
-def test_two_offers_and_two_writers_are_kept_apart(reader: ShmReader, store: MemfdStore) -> None:
+def test_two_offers_and_two_writers_are_kept_apart(reader: ShmReader) -> None:
     first, second = WriterProcess(), WriterProcess()
     assert first.attach(reader, offer(reader, 1, "a" * 32)) == ""
     assert second.attach(reader, offer(reader, 2, "b" * 32)) == ""

@@ -222,7 +222,7 @@ def test_the_last_few_bytes_of_a_page_are_received_without_delay(raw_peer: RawTc
     assert raw_peer.answer() == (1, 2)
 
 
-def test_bytes_of_one_page_are_not_accepted_for_another(raw_peer: RawTcpPeer, store: MemfdStore) -> None:
+def test_bytes_of_one_page_are_not_accepted_for_another(raw_peer: RawTcpPeer) -> None:
     two, three = raw_peer.frame(2, 7), raw_peer.frame(3, 8)
     raw_peer.connection.sendall(two[:PAGE_FRAME_BYTES] + three[PAGE_FRAME_BYTES:])
     assert "were changed on the way" in until(lambda: raw_peer.reader.poll(0.0))[0].reason

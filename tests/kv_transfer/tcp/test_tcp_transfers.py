@@ -66,7 +66,7 @@ def test_a_whole_transfer_over_tcp(reader: TcpReader, writer: TcpWriter, store: 
     node.allocator.free(pages, Owner.GRANT)
 
 
-def test_pages_come_back_at_once_when_the_peer_is_lost(reader: TcpReader, writer: TcpWriter, store: MemfdStore) -> None:
+def test_pages_come_back_at_once_when_the_peer_is_lost(reader: TcpReader, writer: TcpWriter) -> None:
     node, key = Node(reader, writer), ("r", 0)
     node.connect()
     pages = node.allocator.alloc(2, Owner.GRANT)

@@ -331,7 +331,7 @@ def test_a_path_that_does_not_exist_is_refused_as_a_folder(path: str) -> None:
         ModelConfig.load(path)
 
 
-def test_an_unavailable_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unavailable_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
