@@ -35,25 +35,21 @@ class Autoscaler:
         if wanted > current:
             self._below_since = None
             self._above_since = now if self._above_since is None else self._above_since
-            return self._change(current, self._since(self._above_since), now, self._above_since, self.times.up_after_s)
+            return self._change(current, now, self._above_since, self.times.up_after_s)
         self._above_since = None
         if wanted < current:
             self._below_since = now if self._below_since is None else self._below_since
-            return self._change(
-                current, self._since(self._below_since), now, self._below_since, self.times.down_after_s
-            )
+            return self._change(current, now, self._below_since, self.times.down_after_s)
         self._below_since = None
         self._advice.clear()
         return current
 
-    def _since(self, instant: float) -> list[int]:
-        while self._advice and self._advice[0][0] < instant:
+    def _change(self, current: int, now: float, since: float, after_s: float) -> int:
+        while self._advice[0][0] < since:
             self._advice.popleft()
-        return [wanted for _, wanted in self._advice]
-
-    def _change(self, current: int, wanted: list[int], now: float, since: float, after_s: float) -> int:
         if now - since < after_s:
             return current
+        wanted = [count for _, count in self._advice]
         self._begin_again()
         return min(wanted) if min(wanted) > current else max(wanted)
 

@@ -20,14 +20,12 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         values: options by the names of their fields.
         num_threads: compute threads of a node on CPUs; 0 leaves them to it.
-        wants_advice: the gateway's advice is asked for, again and again.
     """
 
     name: str
     role: Role
     values: dict[str, Any]
     num_threads: int = 0
-    wants_advice: bool = False
 
 
 @dataclass(frozen=True, slots=True)

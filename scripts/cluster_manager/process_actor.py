@@ -239,7 +239,7 @@ class ProcessActor:
                 self._log.say(f"no answer to /health for {UNHEALTHY_S:g} s; killing the process")
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGKILL)
-            if self._spec.wants_advice and now - advice_at > ADVICE_S:
+            if self._spec.role == "gateway" and now - advice_at > ADVICE_S:
                 advice_at = now
                 self._take_advice(await asyncio.to_thread(self._get, "/v1/advice"))
 

@@ -8,7 +8,6 @@ import msgspec
 from ray.experimental import internal_kv
 
 from scripts.cluster_manager.config import ROLES, ClusterConfig, Role
-from scripts.cluster_manager.counts import counts_of
 
 NAMESPACE = "baton"
 
@@ -44,12 +43,6 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     next_numbers: dict[Role, int] = msgspec.field(default_factory=lambda: dict.fromkeys(ROLES, 0))
     instances: tuple[InstanceRecord, ...] = ()
     is_going_down: bool = False
-
-
-def new_state(config: ClusterConfig, *, is_autoscaling: bool, is_going_down: bool = False) -> ClusterState:
-    return ClusterState(
-        config=config, counts=counts_of(config), is_autoscaling=is_autoscaling, is_going_down=is_going_down
-    )
 
 
 def _key(cluster: str) -> bytes:

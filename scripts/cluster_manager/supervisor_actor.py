@@ -22,12 +22,12 @@ from scripts.cluster_manager import state as store
 from scripts.cluster_manager.autoscaling import Autoscaler
 from scripts.cluster_manager.command_line import ProcessSpec, drain_timeout_s, fixed_ports
 from scripts.cluster_manager.config import ROLES, ClusterConfig, Role, check
-from scripts.cluster_manager.counts import scaled, upgraded
+from scripts.cluster_manager.counts import counts_of, scaled, upgraded
 from scripts.cluster_manager.decisions import Action, Desired, Failures, Phase, Start, Stop, plan
 from scripts.cluster_manager.instances import Live, check_with_ray
 from scripts.cluster_manager.placement import choices
 from scripts.cluster_manager.recent_lines import RecentLines
-from scripts.cluster_manager.state import NAMESPACE, ClusterState, InstanceRecord, new_state
+from scripts.cluster_manager.state import NAMESPACE, ClusterState, InstanceRecord
 from scripts.cluster_manager.status import Row, Status
 
 TICK_S, ANSWER_S, RETRY_S = 0.5, 1.0, 2.0
@@ -55,7 +55,9 @@ class ClusterSupervisor:
         decoded = msgspec.json.decode(config, type=ClusterConfig)
         # A restarted supervisor without a state belongs to a cluster that has gone down.
         is_down = found is None and ray.get_runtime_context().was_current_actor_reconstructed
-        self._state = found or new_state(decoded, is_autoscaling=is_autoscaling, is_going_down=bool(is_down))
+        self._state = found or ClusterState(
+            config=decoded, counts=counts_of(decoded), is_autoscaling=is_autoscaling, is_going_down=bool(is_down)
+        )
         self._scalers = _scalers(self._state.config)
         self._lives = [self._live(record, Phase.STARTING) for record in self._state.instances]
         if found is not None:
@@ -303,7 +305,6 @@ class ClusterSupervisor:
             role=role,
             values=config.values(role),
             num_threads=0 if group.gpus or role == "gateway" else int(group.cpus),
-            wants_advice=role == "gateway",
         )
         return Live(self._cluster, record, spec, group, config.lost_after_s, phase)
 
