@@ -45,10 +45,10 @@ def run(options: Options) -> dict[str, float]:
         *(("--threads", str(options.threads)) if options.threads else ()),
     ]
     imports, starts = [], []
-    start_once(node, READY)  # compiles the kernels, and hashes the weights
+    start_once(node)  # compiles the kernels, and hashes the weights
     for _ in range(options.rounds):
-        imports.append(start_once(["-c", f"import torch; print({READY!r}, flush=True); input()"], READY))
-        starts.append(start_once(node, READY))
+        imports.append(start_once(["-c", f"import torch; print({READY!r}, flush=True); input()"]))
+        starts.append(start_once(node))
     imported, started = (min(found, key=lambda one: one.elapsed_s) for found in (imports, starts))
     beyond = started.elapsed_s - imported.elapsed_s
     print(f"{'seconds':<26}{'elapsed':>10}{'processor':>12}")
@@ -59,8 +59,8 @@ def run(options: Options) -> dict[str, float]:
     return {"import torch, s": imported.elapsed_s, "node ready, s": started.elapsed_s}
 
 
-def start_once(arguments: Sequence[str], ready: str) -> Start:
-    """Start this python until it prints ``ready``, then end it. Raises BatonError: it ends without that."""
+def start_once(arguments: Sequence[str]) -> Start:
+    """Start this python until it prints ``READY``, then end it. Raises BatonError: it ends without that."""
     started_at = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -70,7 +70,7 @@ def start_once(arguments: Sequence[str], ready: str) -> Start:
     with process:
         for line in process.stdout:
             lines.append(line)
-            if ready in line:
+            if READY in line:
                 break
         else:
             raise BatonError(f"the process ended before it was ready: {''.join(lines)[-1000:]}")

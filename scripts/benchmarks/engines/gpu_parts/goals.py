@@ -1,6 +1,7 @@
 """The goals of the CUDA path, each as the worst ratio among the figures of a run."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 Figures = Mapping[str, float]
@@ -30,8 +31,8 @@ def goals(figures: Figures) -> Iterator[Goal]:
         ("decode steps, of what memory allows", 0.80, _decode_steps),
         (f"prefill of {PROMPT} tokens, of the rate of matrix products", 0.65, _prefills),
         ("steps with overlap, device time of the whole time", 0.97, _overlapped_steps),
-        ("attention of decode rows, of torch's", 0.85, _decode_attention),
-        ("attention of prompts, of torch's", 0.65, _prompt_attention),
+        ("attention of decode rows, of torch's", 0.85, partial(_attention, kind="decode")),
+        ("attention of prompts, of torch's", 0.65, partial(_attention, kind="prompt")),
     ):
         if found := [(ratio, where) for where, ratio in ratios(figures)]:
             yield Goal(name, least, *min(found))
@@ -76,11 +77,3 @@ def _attention(figures: Figures, kind: str) -> Ratios:
             item = name.removesuffix(", auto, ms")
             if (sdpa_ms := figures.get(f"{item}, sdpa, ms")) is not None:
                 yield item, sdpa_ms / ours_ms
-
-
-def _decode_attention(figures: Figures) -> Ratios:
-    return _attention(figures, "decode")
-
-
-def _prompt_attention(figures: Figures) -> Ratios:
-    return _attention(figures, "prompt")

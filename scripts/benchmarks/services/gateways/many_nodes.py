@@ -82,7 +82,7 @@ class Link:
     incarnation: str = ""
     is_registered: bool = False
     due: list[Message] = field(default_factory=list)
-    num_drains_due: int = 0
+    is_drain_due: bool = False
     other_load: OtherLoad = field(default_factory=lambda: OtherLoad(0, 0))
 
 
@@ -162,13 +162,13 @@ class SimulatedNode:
 
     def _drain_soon(self, link: Link) -> None:
         """Each use of the socket may swallow the edge that announces input."""
-        if not link.num_drains_due:
-            link.num_drains_due = 1
+        if not link.is_drain_due:
+            link.is_drain_due = True
             self._loop.call_soon(self._drain, link)
 
     def _drain(self, link: Link) -> None:
-        link.num_drains_due = 0
-        if link.mailbox not in [other.mailbox for other in self.links]:
+        link.is_drain_due = False
+        if link not in self.links:
             return  # it is closed
         if link.due:
             link.mailbox.send(*link.due)
