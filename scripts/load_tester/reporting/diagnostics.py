@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from scripts.load_tester.reporting.formats import NO_VALUE, counted, milliseconds, per_second, percent
-from scripts.load_tester.reporting.headline import MAX_KNOWN_BEFORE, describe_outputs, what_arrives
+from scripts.load_tester.reporting.headline import describe_outputs, is_warm, what_arrives
 from scripts.load_tester.reporting.report import Report
 
 MAX_NAMES = 8
@@ -110,7 +110,7 @@ def _token_facts(report: Report) -> list[Fact]:
     if caching["ideal_tokens"] or caching["achieved_tokens"]:
         value = f"{percent(caching['achieved_share'])} of prompt tokens, {percent(caching['ideal_share'])} possible"
         found.append(Fact("cache hits", value, "prompt tokens that the server had not to compute again"))
-    if (caching["known_before_share"] or 0.0) > MAX_KNOWN_BEFORE:
+    if is_warm(report):
         found.append(
             Fact(
                 "warm", f"{percent(caching['known_before_share'])} of prompt tokens", "were cached before the run began"

@@ -219,9 +219,7 @@ def describe_outputs(outputs: Figures) -> str:
 
 
 def outputs_verdict(outputs: Figures) -> str:
-    """The result of the output check in a sentence; empty without expected outputs."""
-    if not outputs:
-        return ""
+    """The result of the output check in a sentence."""
     if outputs["is_passed"]:
         return "All expected outputs came, token for token." if not outputs["by_text"] else "All expected outputs came."
     if outputs["differ"]:

@@ -64,7 +64,6 @@ def _wrapped(text: str, indent: int = 2) -> list[str]:
         text,
         WIDTH,
         subsequent_indent=" " * indent,
-        drop_whitespace=True,
         replace_whitespace=False,
         break_on_hyphens=False,
     ) or [""]

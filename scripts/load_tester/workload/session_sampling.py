@@ -31,9 +31,8 @@ Ints = NDArray[np.int32]
 SLICE = 1024  # sessions converted to Python's integers at a time
 EARLY_SESSIONS, EARLY_REQUESTS = 250_000, 2_000_000  # drawn at once for an endless plan
 ARRIVALS, SAMPLING, JITTER = range(3)  # streams of the seed
-CLASS, TURNS, INPUT, OUTPUT, THINK, PREFIX, TENANT = range(
-    7
-)  # streams of SAMPLING; all but CLASS and TENANT are by class
+#: Streams of SAMPLING; all but CLASS and TENANT are by class.
+CLASS, TURNS, INPUT, OUTPUT, THINK, PREFIX, TENANT = range(7)
 
 
 def make_rng(seed: int, *stream: int) -> np.random.Generator:
