@@ -70,16 +70,12 @@ class PlannedTokens:
         if index not in self._lengths:
             return []
         if index not in self._answers:
-            self._answers[index] = self._tokens([(segment_key(ANSWER, index), self._lengths[index])])
+            self._answers[index] = self._ids([(segment_key(ANSWER, index), self._lengths[index])]).tolist()
         return self._answers[index]
 
     def forget(self, index: int) -> None:
         self._lengths.pop(index, None)
         self._answers.pop(index, None)
-
-    def _tokens(self, segments: Sequence[Segment]) -> list[int]:
-        ids: list[int] = self._ids(segments).tolist()
-        return ids
 
     def _ids(self, segments: Sequence[Segment]) -> NDArray[np.uint64]:
         lengths = [length for _, length in segments]

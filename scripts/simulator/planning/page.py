@@ -1,6 +1,6 @@
 """A plan as one self-contained page, with the charts of the load tester."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from scripts.load_tester.reporting.charts import TitledChart
@@ -157,30 +157,22 @@ def _share_chart(result: PlanResult, config: SimulateConfig, verdicts: Verdicts)
     return chart
 
 
-def _points(result: PlanResult, is_colocated: bool) -> Sequence[tuple[LoadRow, Found]]:
-    pairs = [(row, row.colocated if is_colocated else row.separate) for row in result.rows]
-    return [(row, found) for row, found in pairs if found is not None]
-
-
 def _devices_chart(result: PlanResult) -> Chart:
     chart = Chart(RATE, "devices", finding=f"colocated {crossing_words(result)}")
-    for colour, name in enumerate(("prefill and decode nodes", "colocated pool")):
-        points = [
-            (row.factor * result.load.requests_per_s, float(result.num_devices(found.deployment)))
-            for row, found in _points(result, is_colocated=bool(colour))
-        ]
-        chart.line(points, colour, name)
-        chart.dots(points, colour)
-    return chart
+    return _with_both(chart, result, lambda found, _: float(result.num_devices(found.deployment)))
 
 
 def _cost_chart(result: PlanResult) -> Chart:
     chart = Chart(RATE, "$ per million tokens")
-    for colour, name in enumerate(("prefill and decode nodes", "colocated pool")):
-        points = [
-            (row.factor * result.load.requests_per_s, result.price_per_million(found.deployment, row.factor))
-            for row, found in _points(result, is_colocated=bool(colour))
-        ]
+    return _with_both(chart, result, lambda found, factor: result.price_per_million(found.deployment, factor))
+
+
+def _with_both(chart: Chart, result: PlanResult, value: Callable[[Found, float], float]) -> Chart:
+    """The chart, with a line for separate nodes and one for a colocated pool."""
+    separate = [(row.factor, row.separate) for row in result.rows]
+    colocated = [(row.factor, row.colocated) for row in result.rows]
+    for colour, (name, pairs) in enumerate({"prefill and decode nodes": separate, "colocated pool": colocated}.items()):
+        points = [(factor * result.load.requests_per_s, value(found, factor)) for factor, found in pairs if found]
         chart.line(points, colour, name)
         chart.dots(points, colour)
     return chart
