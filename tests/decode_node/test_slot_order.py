@@ -10,9 +10,9 @@ WITHOUT = PriorityRules()
 PATIENT = PriorityRules(is_enabled=True, preemption_threshold=10)
 
 
-def arrive(node: Node, rid: str, length: int = 8, priority: int = 0, new: int = 4) -> None:
+def arrive(node: Node, rid: str, length: int = 8, priority: int = 0) -> None:
     """Submit a request whose prompt arrives before the next step."""
-    node.submit(rid, length, priority, new=new)
+    node.submit(rid, length, priority, new=4)
     assert node.grant() == [rid]
     node.receive(rid)
 

@@ -19,10 +19,10 @@ SIZES = (1, 2, 3, 4, 6, 8, 12)
 PAIRS = [(s, t) for s in SIZES for t in SIZES if s % t == 0 or t % s == 0]
 
 
-def numbered(layout: PageLayout, num_pages: int, first: int = 1) -> np.ndarray:
-    """Pages filled with consecutive numbers, beginning at ``first``."""
+def numbered(layout: PageLayout, num_pages: int) -> np.ndarray:
+    """Pages filled with consecutive numbers from 1 on."""
     count = num_pages * layout.page_bytes // 4
-    return np.arange(first, first + count, dtype=np.int32).reshape(num_pages, *shape_of(layout))
+    return np.arange(1, 1 + count, dtype=np.int32).reshape(num_pages, *shape_of(layout))
 
 
 def test_a_whole_page_is_one_run() -> None:

@@ -9,6 +9,7 @@ from support.engine.reference_models import FAMILIES, draw_prompts, load_referen
 from common.sampling_params import SamplingParams
 
 MAX_NEW = 12
+GREEDY = SamplingParams(max_new_tokens=MAX_NEW, temperature=0.0)
 PAGE_SIZES, CHUNKS = (1, 16, 64), (16, 100, None)
 Case = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -21,14 +22,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, draw_prompts(load_reference(folder), lengths, MAX_NEW, seed=5)
 
 
-def greedy(max_new: int = MAX_NEW) -> SamplingParams:
-    return SamplingParams(max_new_tokens=max_new, temperature=0.0)
-
-
 def serve_all(cluster: LocalCluster, cases: list[Case], *, together: bool, tag: str = "r") -> None:
     for number, (prompt, _) in enumerate(cases):
         pair = (number % len(cluster.prefill), number % len(cluster.decode))
-        cluster.submit(f"{tag}{number}", prompt, greedy(), pair=pair)
+        cluster.submit(f"{tag}{number}", prompt, GREEDY, pair=pair)
         if not together:
             cluster.run()
     cluster.run()
@@ -114,7 +111,7 @@ def test_local_prefill_gives_the_same_tokens(model: tuple[Path, list[Case]], chu
     cluster = LocalCluster(folder, num_prefill=0, chunk_tokens=chunk_tokens)
     for tag in ("cold", "cached"):
         for number, (prompt, _) in enumerate(cases):
-            cluster.submit(f"{tag}{number}", prompt, greedy(), pair=(None, 0))
+            cluster.submit(f"{tag}{number}", prompt, GREEDY, pair=(None, 0))
         cluster.run()
         for number, (_, expected) in enumerate(cases):
             assert cluster.answers[f"{tag}{number}"].output == expected
@@ -131,7 +128,7 @@ def test_local_and_remote_prompts_share_a_tiny_pool(model: tuple[Path, list[Case
     small = [case for case in cases if len(case[0]) <= 65] * 3
     cluster = LocalCluster(folder, page_size=4, chunk_tokens=16, decode_pages=24, latency=2, conservativeness=0)
     for number, (prompt, _) in enumerate(small):
-        cluster.submit(f"r{number}", prompt, greedy(), pair=(None if number % 2 else 0, 0))
+        cluster.submit(f"r{number}", prompt, GREEDY, pair=(None if number % 2 else 0, 0))
     cluster.run()
     for number, (_, expected) in enumerate(small):
         assert cluster.answers[f"r{number}"].output == expected

@@ -108,13 +108,13 @@ def ray_hosts(hosts: Hosts, tmp_path: Path) -> Iterator[RayHosts]:
     made.close()
 
 
-def write_config(folder: Path, content: str = CLUSTER, *, gateways: int = 1, decode: int = 1, more: str = "") -> Path:
+def write_config(folder: Path, content: str = CLUSTER, *, gateways: int = 1, decode: int = 1) -> Path:
     keys = folder / "keys"
     if not keys.exists():
         keygen = [sys.executable, "-m", "scripts.cli", "keygen", str(keys), "all"]
         subprocess.run(keygen, check=True, cwd=ROOT, env=environment())
     path = folder / "cluster.toml"
-    path.write_text(content.format(keys=keys / "all", gateways=gateways, decode=decode) + more)
+    path.write_text(content.format(keys=keys / "all", gateways=gateways, decode=decode))
     return path
 
 

@@ -35,10 +35,10 @@ def cluster_of(**others: Any) -> LocalCluster:
     return LocalCluster(num_prefill=2, num_decode=2, chunk_tokens=16, latency=2, **others)
 
 
-def assert_exact(cluster: LocalCluster, answer: Answer, prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> None:
+def assert_exact(cluster: LocalCluster, answer: Answer, prompt: tuple[int, ...]) -> None:
     cluster.run()
     assert answer.error is None
-    assert answer.output == expected_output(prompt, num_tokens)
+    assert answer.output == expected_output(prompt, NUM_TOKENS)
     cluster.settle(20)
     assert_all_pages_are_released(cluster)
 

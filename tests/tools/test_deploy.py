@@ -108,9 +108,8 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 # ---- Kubernetes -----------------------------------------------------------------------------------------------------
 
 
-def documents(name: str = "") -> list[Document]:
-    names = [name] if name else MANIFESTS
-    return [document for each in names for document in yaml.safe_load_all((DEPLOY / "kubernetes" / each).read_text())]
+def documents() -> list[Document]:
+    return [found for each in MANIFESTS for found in yaml.safe_load_all((DEPLOY / "kubernetes" / each).read_text())]
 
 
 def deployments() -> dict[str, Document]:

@@ -15,8 +15,8 @@ from gateway.workers.registry import Worker
 INF = math.inf
 
 
-def prompts(rate=10.0, length=1_000.0):
-    return ClientLoad(rate, rate * length, rate * length**2, 0.0)
+def prompts(rate=10.0):
+    return ClientLoad(rate, rate * 1e3, rate * 1e6, 0.0)
 
 
 def outputs(tokens_per_s):

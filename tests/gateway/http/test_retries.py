@@ -47,16 +47,16 @@ def hold(stack):
     stack.silence()
 
 
-async def begin_stream(stack, text="a", **headers):
+async def begin_stream(stack, **headers):
     """A stream whose first token has reached the client, which then reads no more."""
     prefill = stack.nodes[0]
     call = asyncio.ensure_future(stack.client.post(stack.url + COMPLETIONS, json=STREAM, headers=headers or KEY))
     await prefill.until(lambda: prefill.generates)
     rid = list(prefill.generates)[-1]
-    prefill.tokens(rid, 0, ids_of(text))
+    prefill.tokens(rid, 0, ids_of("a"))
     answer = await call
     arriving = events(answer)
-    assert (await anext(arriving))["choices"][0]["text"] == text
+    assert (await anext(arriving))["choices"][0]["text"] == "a"
     return rid, answer, arriving
 
 

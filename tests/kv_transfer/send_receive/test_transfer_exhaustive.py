@@ -26,11 +26,11 @@ def _quiet() -> object:
     logging.disable(logging.NOTSET)
 
 
-def walk(scope: Scope, num_states: int, *, least: float = 0.9) -> Exploration:
+def walk(scope: Scope, num_states: int) -> Exploration:
     """Explore a scope. Fail if the search finds fewer states than the about ``num_states`` that are known."""
     found = explore(TwoNodes(scope), 3 * num_states)
     print(f"\n{scope}: {found}")
-    assert found.num_states > least * num_states, f"the search found only {found.num_states} states"
+    assert found.num_states > 0.9 * num_states, f"the search found only {found.num_states} states"
     return found
 
 

@@ -71,7 +71,7 @@ def test_a_proof_is_valid_for_one_handshake_only(reader: TcpReader) -> None:
 
 def test_an_offer_admits_one_connection(reader: TcpReader) -> None:
     connect = offer(reader)
-    assert len(RawTcpPeer(reader).handshake(connect, index=0)) == 32
+    assert len(RawTcpPeer(reader).handshake(connect)) == 32
     second = RawTcpPeer(reader)
     second.hello(bytes.fromhex(connect.endpoint.split(":")[2]), index=0, count=2)
     assert second.is_hung_up()

@@ -246,13 +246,13 @@ class FaultyCluster(LocalCluster):
             and all(until <= self.wire.num_ticks - 3 for until in self._stopped_until.values())
         )
 
-    def finish(self, *, may_wait: bool, max_rounds: int = 4_000) -> None:
+    def finish(self, *, may_wait: bool) -> None:
         """Step until every response has ended, and some steps more.
 
         Args:
             may_wait: a request may wait for a lease to expire; otherwise an idle cluster is a deadlock.
         """
-        for _ in range(max_rounds):
+        for _ in range(4_000):
             if all(answer.is_over for answer in self.answers.values()):
                 break
             num_events = self._num_events
@@ -263,7 +263,7 @@ class FaultyCluster(LocalCluster):
                 assert may_wait, f"deadlock: the cluster is idle while these wait: {waiting}"
                 self.clock.advance(0.2)
         open_answers = [rid for rid, answer in self.answers.items() if not answer.is_over]
-        assert not open_answers, f"not over after {max_rounds} rounds: {open_answers}"
+        assert not open_answers, f"not over after 4,000 rounds: {open_answers}"
         self._rest(40)
         for _ in range(8 if may_wait else 0):  # leases expire
             self.clock.advance(10.0)

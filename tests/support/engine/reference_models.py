@@ -83,17 +83,13 @@ def draw_weights(model: Any) -> None:
                 parameter.normal_(0, 1.5 * max(parameter.shape[-1], 1) ** -0.5)
 
 
-def load_reference(folder: str | Path, device: str = "cpu") -> Any:
+def load_reference(folder: str | Path) -> Any:
     """Load the folder's model with transformers, in float32 and with eager attention."""
     from transformers import AutoModelForCausalLM
 
-    return (
-        AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-        )
-        .to(device)
-        .eval()
-    )
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
 
 
 def draw_prompts(

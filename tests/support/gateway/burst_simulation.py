@@ -84,14 +84,14 @@ class Server:
         self.admission.release(self.now, served_s=service_s)
         self._fill()
 
-    def _stream(self, running, num_tokens=20):
+    def _stream(self, running):
         """The output of a running request, which makes 20 tokens at an even pace."""
         sent_at, service_s = running
-        pace_s = service_s / num_tokens
+        pace_s = service_s / 20
         num_made = int((self.now - sent_at) / pace_s + 1e-9)
         return SimpleNamespace(
             ids=[0] * num_made,
-            request=SimpleNamespace(expected_output=num_tokens, sampling=SimpleNamespace(max_new_tokens=num_tokens)),
+            request=SimpleNamespace(expected_output=20, sampling=SimpleNamespace(max_new_tokens=20)),
             sent_at=sent_at,
             first_at=sent_at + pace_s,
             last_at=sent_at + num_made * pace_s,

@@ -34,8 +34,8 @@ def output_of(
     return output
 
 
-def delta_of(pieces: Sequence[OutputPiece], *, is_last: bool = False) -> Delta:
-    return Delta("", 0, [], [], is_last, pieces)
+def delta_of(pieces: Sequence[OutputPiece]) -> Delta:
+    return Delta("", 0, [], [], False, pieces)
 
 
 def streamed(formatter: Any, output: OutputStream, chunks: Sequence[Sequence[OutputPiece]]) -> list[dict[str, Any]]:
@@ -57,10 +57,10 @@ def events_of(data: bytes) -> list[dict[str, Any]]:
 
 
 @st.composite
-def divided(draw: st.DrawFn, pieces: Sequence[OutputPiece] = PIECES) -> list[list[OutputPiece]]:
-    """The pieces, each cut anywhere, in chunks of any size."""
+def divided(draw: st.DrawFn) -> list[list[OutputPiece]]:
+    """``PIECES``, each cut anywhere, in chunks of any size."""
     cut: list[OutputPiece] = []
-    for piece in pieces:
+    for piece in PIECES:
         if isinstance(piece, ToolCallBegin):
             cut.append(piece)
             continue

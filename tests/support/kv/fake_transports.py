@@ -13,10 +13,10 @@ from kv_transfer.transports.base import Attached, AttachError, Fenced, ReaderTra
 class FakeWriter(WriterTransport):
     """A writer that attaches, fails and detaches on a test's command; ``refuses`` is the error of every attachment."""
 
-    def __init__(self, name: str, store: MemfdStore, refuses: str = "") -> None:
+    def __init__(self, name: str, store: MemfdStore) -> None:
         self.name = name
         self.store = store
-        self.refuses = refuses
+        self.refuses = ""
         self.attached: list[tuple[str, str]] = []
         self.news: list[Attached] = []
         self.finished: list[int] = []

@@ -46,13 +46,13 @@ class RawTcpPeer:
     def hello(self, token: bytes, index: int = 0, count: int = 1, magic: bytes = MAGIC) -> None:
         self.connection.sendall(HELLO.pack(magic, index, count, token, b"n" * 32))
 
-    def handshake(self, connect: Connect, *, key: bytes = KEY, index: int = 0) -> bytes:
+    def handshake(self, connect: Connect, *, key: bytes = KEY) -> bytes:
         """Make the whole handshake; return the last frame, empty if the reader closed the connection."""
         _, _, token, count = connect.endpoint.split(":")
-        self.hello(bytes.fromhex(token), index, int(count), self.reader.magic)
+        self.hello(bytes.fromhex(token), 0, int(count), self.reader.magic)
         nonce, _ = WELCOME.unpack(self.receive(WELCOME.size))
         self.terms = Terms(
-            self.reader.magic, bytes.fromhex(token), index, int(count), connect.epoch, SIZE, NUM_PAGES, b"n" * 32, nonce
+            self.reader.magic, bytes.fromhex(token), 0, int(count), connect.epoch, SIZE, NUM_PAGES, b"n" * 32, nonce
         )
         self.connection.sendall(self.terms.proof(key, b"writer"))
         return self.receive(32)

@@ -4,7 +4,7 @@ from typing import Any
 
 import zmq
 
-from common.wire.curve import CurveClient, CurveKeys
+from common.wire.curve import CurveKeys
 from common.wire.key_folder import load_keys
 from common.wire.mailbox import set_keys
 from common.wire.process_id import new_incarnation
@@ -17,17 +17,16 @@ def node_keys() -> CurveKeys:
     return keys
 
 
-def raw_peer(context: Any, address: str, *, server: bytes = b"", curve: CurveClient | None = None) -> tuple[Any, str]:
+def raw_peer(context: Any, address: str, *, server: bytes = b"") -> tuple[Any, str]:
     """A connected socket and its incarnation.
 
     Args:
         server: public key of a prefill node; empty: the gateway's.
-        curve: keys other than those of the test run's nodes.
     """
     keys = node_keys()
     socket = context.socket(zmq.DEALER)
     incarnation = new_incarnation(keys.fingerprint)
     socket.set(zmq.ROUTING_ID, incarnation.encode())
-    set_keys(socket, curve or keys.client(server or keys.gateway))
+    set_keys(socket, keys.client(server or keys.gateway))
     socket.connect(f"tcp://{address}")
     return socket, incarnation

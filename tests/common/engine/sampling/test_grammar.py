@@ -100,11 +100,11 @@ def compiler(folder: Path) -> Iterator[GrammarCompiler]:
 
 
 def run_to_end(
-    executor: TorchExecutor, params: SamplingParams, *, prompt: range = range(20), slot: int = 0, most: int = 200
+    executor: TorchExecutor, params: SamplingParams, *, prompt: range = range(20), most: int = 200
 ) -> DrivenRequest:
     """Return a request after its end token, or after ``most`` tokens."""
     driver = Driver(executor)
-    request = driver.start(slot, prompt, params)
+    request = driver.start(0, prompt, params)
     while len(request.output) < most and (not request.output or request.output[-1] != EOS):
         driver.step((request, 0))
     return request

@@ -47,10 +47,10 @@ def entry(token):
     return pack_logprobs(TokenLogprobs(-token / 8, ((token + 100, -0.25),)))
 
 
-def begun(number=0):
+def begun():
     sampling = SamplingParams(logprobs=1, prompt_logprobs_from=1)
     request = GenerateRequest("r", "r", PROMPT, sampling, logprob_start=0)
-    return OutputStream(request, number, Detokenizer, lambda stream: None, 0.0)
+    return OutputStream(request, 0, Detokenizer, lambda stream: None, 0.0)
 
 
 def token_message(index):
