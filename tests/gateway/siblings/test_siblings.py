@@ -180,7 +180,7 @@ async def test_a_sibling_that_hangs_in_an_error_is_passed_over_and_logged(
     async with asyncio.timeout(60):
         assert not await group.pass_to_holder(ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND, request)
     assert closed == [1, 1]
-    assert all(record.getMessage().endswith("longer than 0.1 s") for record in caplog.records)
+    assert caplog.messages == ["a sibling gateway has not ended its answer: it took longer than 0.1 s"] * 2
 
 
 async def test_an_abort_reaches_the_gateway_that_has_the_request(folder: Path) -> None:
