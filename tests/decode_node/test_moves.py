@@ -22,11 +22,6 @@ def cluster() -> Iterator[LocalCluster]:
     cluster.close()
 
 
-def run_until(cluster: LocalCluster, rid: str, num_tokens: int) -> None:
-    while len(cluster.answers[rid].tokens) < num_tokens:
-        cluster.step()
-
-
 def test_only_a_request_that_holds_all_its_pages_can_move() -> None:
     assert {state for state, event in TABLE if event is Event.MOVE} == {State.READY, State.RUNNING, State.PAUSED}
     assert {TABLE[state, Event.MOVE] for state, event in TABLE if event is Event.MOVE} == {State.MOVING}
@@ -39,7 +34,7 @@ def test_only_a_request_that_holds_all_its_pages_can_move() -> None:
 def test_a_moved_request_goes_on_with_the_same_tokens(num_outstanding: int, num_before: int, page_size: int) -> None:
     cluster = LocalCluster(num_decode=2, page_size=page_size, num_outstanding=num_outstanding)
     cluster.submit("r", PROMPT, sampling(20))
-    run_until(cluster, "r", num_before)
+    cluster.run_until("r", num_before)
     cluster.move("r", 1)
     cluster.run()
     assert cluster.answers["r"].output == expected_output(PROMPT, 20)
@@ -58,7 +53,7 @@ def test_a_moved_request_goes_on_with_the_same_tokens(num_outstanding: int, num_
 def test_a_moved_request_takes_the_window_pages_of_its_window_only(num_before: int) -> None:
     cluster = LocalCluster(num_decode=2, page_size=4, chunk_tokens=8, window=11, window_pages=(8, 8))
     cluster.submit("r", PROMPT, sampling(20))
-    run_until(cluster, "r", num_before)
+    cluster.run_until("r", num_before)
     cluster.move("r", 1)
     cluster.run()
     assert cluster.answers["r"].output == expected_of_both(PROMPT, 20, 11)
@@ -78,7 +73,7 @@ def test_of_two_requests_that_change_places_without_room_one_is_refused_at_once(
     cluster = LocalCluster(num_decode=2, page_size=4, **pools)
     for number, rid in enumerate("ab"):
         cluster.submit(rid, prompt_of(37, number), sampling(20), pair=(0, number))
-        run_until(cluster, rid, 3)
+        cluster.run_until(rid, 3)
     cluster.move("a", 1)
     cluster.move("b", 0)
     cluster.run(100)
@@ -95,7 +90,7 @@ def test_of_two_requests_that_change_places_without_room_one_is_refused_at_once(
 def test_a_request_moves_there_and_back(cluster: LocalCluster) -> None:
     cluster.submit("r", PROMPT, sampling(30))
     for to, num_tokens in ((1, 5), (0, 12), (1, 20)):
-        run_until(cluster, "r", num_tokens)
+        cluster.run_until("r", num_tokens)
         cluster.move("r", to)
     cluster.run()
     assert cluster.answers["r"].output == expected_output(PROMPT, 30)
@@ -108,7 +103,7 @@ def test_pages_that_the_other_node_has_cached_do_not_travel(cluster: LocalCluste
     cluster.run()
     before = cluster.counters(cluster.decode[1])["pages_received"]
     cluster.submit("r", PROMPT, sampling(12))
-    run_until(cluster, "r", 6)
+    cluster.run_until("r", 6)
     cluster.move("r", 1)
     cluster.run()
     assert cluster.answers["r"].output == expected_output(PROMPT, 12)
@@ -135,7 +130,7 @@ def test_an_order_for_an_unknown_request_is_ignored(cluster: LocalCluster) -> No
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_an_abort_of_either_attempt_releases_the_pages(cluster: LocalCluster, attempt: int) -> None:
     cluster.submit("r", PROMPT, sampling(12))
-    run_until(cluster, "r", 6)
+    cluster.run_until("r", 6)
     answer = cluster.answers["r"]
     cluster.tell(cluster.decode[0], Move("r", 0, 1, cluster.decode[1].peer))
     cluster.settle(3)  # no node asks for the pages
@@ -148,7 +143,7 @@ def test_an_abort_of_either_attempt_releases_the_pages(cluster: LocalCluster, at
 
 def test_pages_that_nobody_asks_for_are_released_after_a_while(cluster: LocalCluster) -> None:
     cluster.submit("r", PROMPT, sampling(12))
-    run_until(cluster, "r", 6)
+    cluster.run_until("r", 6)
     cluster.tell(cluster.decode[0], Move("r", 0, 1, cluster.decode[1].peer))
     cluster.settle(3)
     cluster.clock.advance(MOVE_TIMEOUT_S)
@@ -161,8 +156,8 @@ def test_the_gateway_hears_of_a_move_for_which_the_other_node_never_had_room() -
     cluster = LocalCluster(num_decode=2, page_size=4, decode_pages=16)
     cluster.submit("big", prompt_of(45, 1), sampling(12), pair=(0, 1))
     cluster.submit("r", PROMPT, sampling(12))
-    run_until(cluster, "r", 4)
-    run_until(cluster, "big", 1)
+    cluster.run_until("r", 4)
+    cluster.run_until("big", 1)
     cluster.move("r", 1)
     cluster.settle(4)
     assert cluster.answers["r"].attempt == 1 and not cluster.answers["r"].is_over
@@ -180,7 +175,7 @@ def test_the_gateway_hears_of_a_move_for_which_the_other_node_never_had_room() -
 def test_the_loss_of_either_node_during_a_move_releases_the_pages_of_the_other(dead: int) -> None:
     cluster = LocalCluster(num_decode=2, page_size=4, latency=50)
     cluster.submit("r", PROMPT, sampling(12))
-    run_until(cluster, "r", 6)
+    cluster.run_until("r", 6)
     cluster.move("r", 1)
     for _ in range(8):
         cluster.step()

@@ -33,14 +33,9 @@ def counts(cluster: LocalCluster, number: int = 0) -> dict[str, float]:
     return {name: count for name, count in counted.items() if count}
 
 
-def run_until(cluster: LocalCluster, rid: str, num_tokens: int) -> None:
-    while len(cluster.answers[rid].tokens) < num_tokens:
-        cluster.step()
-
-
 def test_an_attempt_that_is_continued_elsewhere_is_no_abort(cluster: LocalCluster) -> None:
     cluster.submit("r", PROMPT, sampling(20))
-    run_until(cluster, "r", 5)
+    cluster.run_until("r", 5)
     cluster.continue_request("r", pair=(1, 1))
     cluster.run()
     assert counts(cluster, 0) == {"interrupted": 1}
@@ -49,7 +44,7 @@ def test_an_attempt_that_is_continued_elsewhere_is_no_abort(cluster: LocalCluste
 
 def test_a_moved_request_is_counted_as_finished_where_it_ends(cluster: LocalCluster) -> None:
     cluster.submit("r", PROMPT, sampling(20))
-    run_until(cluster, "r", 5)
+    cluster.run_until("r", 5)
     cluster.move("r", 1)
     cluster.run()
     cluster.settle()
@@ -59,7 +54,7 @@ def test_a_moved_request_is_counted_as_finished_where_it_ends(cluster: LocalClus
 
 def test_a_node_that_stops_counts_its_requests_as_interrupted(cluster: LocalCluster) -> None:
     cluster.submit("r", PROMPT, sampling(20))
-    run_until(cluster, "r", 5)
+    cluster.run_until("r", 5)
     role(cluster).stop("the node stops", cluster.clock.now())
     assert counts(cluster) == {"interrupted": 1}
 
@@ -172,7 +167,7 @@ def test_the_end_of_a_request_that_waits_for_pages_is_counted_whichever_node_hea
 @pytest.mark.parametrize("num_before", [1, 2, 5])
 def test_a_stop_string_is_counted_once_and_with_a_token_at_least(cluster: LocalCluster, num_before: int) -> None:
     cluster.submit("r", PROMPT, sampling(20))
-    run_until(cluster, "r", num_before)
+    cluster.run_until("r", num_before)
     cluster.abort("r", "stopped")
     cluster.answers["r"].finish = "stop"
     cluster.settle()

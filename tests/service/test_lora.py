@@ -116,8 +116,7 @@ def test_requests_that_move_or_continue_elsewhere_keep_their_adapter(merged: Mer
     for how in ("move", "continue"):
         for number, case in enumerate(merged.cases):
             answer = cluster.submit(f"{how}{number}", case.prompt, GREEDY, salt=salt_of(case), adapter=case.adapter)
-            while len(answer.tokens) < 4:
-                cluster.step()
+            cluster.run_until(f"{how}{number}", 4)
             if how == "move":
                 cluster.move(f"{how}{number}", 1)
             else:

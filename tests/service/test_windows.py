@@ -67,8 +67,7 @@ def test_a_request_that_outgrew_its_window_moves_with_the_pages_of_the_window(mo
     cluster = make_cluster(folder, decode_pages=64)
     prompt, expected = cases[4]
     answer = cluster.submit("a", prompt, GREEDY)
-    while len(answer.tokens) < MAX_NEW - 6:
-        cluster.step()
+    cluster.run_until("a", MAX_NEW - 6)
     received = cluster.counters(cluster.decode[0])["pages_received"]
     cluster.move("a", 1)
     cluster.run()

@@ -148,8 +148,7 @@ def test_an_urgent_request_preempts_only_when_its_grammar_is_compiled() -> None:
     rules = PriorityRules(is_enabled=True, preemption_threshold=0)
     cluster = LocalCluster(page_size=4, decode_pages=8, conservativeness=0, resume_tokens=0, rules=rules)
     weak = cluster.submit("weak", prompt_of(20), sampling(6))
-    while len(weak.tokens) < 2:
-        cluster.step()
+    cluster.run_until("weak", 2)
     cluster.grammar_ticks = 2
     urgent = cluster.submit("urgent", prompt_of(16, 1), bound(2), priority=1)
     cluster.tell(cluster.decode[0], Reprioritize("urgent", 0, 9))

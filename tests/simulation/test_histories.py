@@ -343,8 +343,7 @@ def test_a_request_that_outgrows_the_pool_fails_at_once_without_affecting_others
         rules=PriorityRules(is_enabled=True, preemption_threshold=0),
     )  # fmt: skip
     outgrown = cluster.submit("outgrown", prompt_of(12), sampling(30))
-    while len(outgrown.tokens) < 5:  # 17 tokens, and room for 16
-        cluster.step()
+    cluster.run_until("outgrown", 5)  # 17 tokens, and room for 16
     cluster.submit("urgent", prompt_of(10, 1), sampling(3), priority=9)
     cluster.submit("local", prompt_of(8, 2), sampling(3), pair=(None, 0))
     cluster.run(200)
@@ -365,8 +364,7 @@ def test_a_request_retracted_for_a_local_prompt_waits_for_it() -> None:
         rules=PriorityRules(is_enabled=True, preemption_threshold=0),
     )  # fmt: skip
     weak = cluster.submit("weak", prompt_of(14), sampling(4))
-    while len(weak.tokens) < 2:
-        cluster.step()
+    cluster.run_until("weak", 2)
     # The request needs 17 tokens including its output and one to spare: 5 of the 8 pages. The other request holds 4.
     cluster.submit("urgent", prompt_of(16, 1), sampling(1), pair=(None, 0), priority=9)
     cluster.run(200)
@@ -397,8 +395,7 @@ def test_a_request_that_has_aged_is_not_retracted() -> None:
     rules = PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1000.0)
     cluster = LocalCluster(page_size=4, decode_pages=5, conservativeness=0, resume_tokens=0, rules=rules)
     old = cluster.submit("old", prompt_of(12), sampling(6))
-    while len(old.tokens) < 2:
-        cluster.step()
+    cluster.run_until("old", 2)
     cluster.clock.advance(0.01)  # worth 10 priorities, and the old request arrived even earlier
     new = cluster.submit("new", prompt_of(12, 1), sampling(4), priority=10)
     cluster.run(200)

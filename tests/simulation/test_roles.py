@@ -219,8 +219,7 @@ def test_a_recomputed_prompt_keeps_its_priority_and_its_age() -> None:
         rules=PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1.0),
     )  # fmt: skip
     lost = cluster.submit("lost", prompt_of(12), sampling(6), priority=5)
-    while len(lost.tokens) < 2:
-        cluster.step()
+    cluster.run_until("lost", 2)
     arrived_at = cluster.decode[0].role._scheduler.requests["lost", 0].arrived_at
     cluster.clock.advance(1.0)
     cluster.submit("urgent", prompt_of(12, 1), sampling(4), priority=5)

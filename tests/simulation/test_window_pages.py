@@ -82,8 +82,7 @@ def test_a_request_that_is_paused_as_it_enters_a_page_keeps_its_window(page_size
             rules=STRICT,
         )
         paused = cluster.submit("paused", prompt_of(21), sampling(20))
-        while len(paused.tokens) < num_before:
-            cluster.step()
+        cluster.run_until("paused", num_before)
         urgent = cluster.submit("urgent", prompt_of(9, 1), sampling(3), pair=(None, 0), priority=9)
         cluster.run(400)
         assert paused.output == expected_of_both(prompt_of(21), 20, window), num_before
@@ -105,8 +104,7 @@ def test_a_request_retracted_for_a_local_prompt_leaves_its_window_pages_to_it(nu
         rules=STRICT,
     )
     weak = cluster.submit("weak", prompt_of(20), sampling(12))
-    while len(weak.tokens) < 2:
-        cluster.step()
+    cluster.run_until("weak", 2)
     urgent = cluster.submit("urgent", prompt_of(37, 1), sampling(10), pair=(None, 0), priority=9)
     cluster.run(200)
     assert weak.output == expected_of_both(prompt_of(20), 12, 8)
@@ -118,8 +116,7 @@ def test_a_prompt_computed_here_gives_its_chunk_back_when_it_is_computed() -> No
     of_one = KVWindow(2, 8, 33).max_span(33)
     cluster = LocalCluster(page_size=2, chunk_tokens=32, window=8, window_pages=(60, of_one + 4))
     local = cluster.submit("local", prompt_of(60), sampling(100), pair=(None, 0))
-    while len(local.tokens) < 2:
-        cluster.step()
+    cluster.run_until("local", 2)
     window_pages = cluster.decode[0].allocator.window_pages
     assert window_pages is not None
     assert window_pages.num_reserved == KVWindow(2, 8).max_span(3) < of_one

@@ -422,6 +422,11 @@ class LocalCluster:
             f"not over after {max_steps} steps: {[r for r, a in self.answers.items() if not a.is_over]}"
         )
 
+    def run_until(self, rid: str, num_tokens: int) -> None:
+        """Step until a response has this many tokens."""
+        while len(self.answers[rid].tokens) < num_tokens:
+            self.step()
+
     def settle(self, num_steps: int = 10) -> None:
         """Run some more steps, so that the last messages arrive."""
         for _ in range(num_steps):
