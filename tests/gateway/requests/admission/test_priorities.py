@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 
 import pytest
 from support.gateway.fake_nodes import echo, running
-from support.gateway.key_files import write_key_file
 
 from common.request import LOWEST_PRIORITY
 from common.wire.messages import Decision, Reprioritize
+from gateway.http.access.api_keys import HASHED, digest_of
 
 KEYS = {"k1": {"tenant": "alice"}, "k2": {"tenant": "bob"}, "k3": {}, "root": {"admin": True}}
 
@@ -25,6 +26,17 @@ async def serving(folder, **config):
 
 def config_key(config):
     return bearer(config["api_key"]) if "api_key" in config else {}
+
+
+def write_key_file(path, **keys):
+    """Write a file with the fields of each key; return its name."""
+    path.touch(0o600)
+    lines = []
+    for key, fields in keys.items():
+        values = {"hash": f"{HASHED}{digest_of(key).hex()}", **fields}
+        lines += ["[[key]]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+    path.write_text("\n".join(lines))
+    return str(path)
 
 
 def bearer(key, **headers):
