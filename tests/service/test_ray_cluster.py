@@ -141,9 +141,9 @@ class Watched:
     def status(self) -> dict[str, Any]:
         return self.ray.status(self.asked_on)
 
-    def rows(self, role: str = "", state: str = "ready") -> list[dict[str, Any]]:
+    def rows(self, role: str = "") -> list[dict[str, Any]]:
         rows = self.status()["rows"]
-        return [row for row in rows if role in ("", row["role"]) and row["state"] == state]
+        return [row for row in rows if role in ("", row["role"]) and row["state"] == "ready"]
 
     def until_ready(self, count: int, role: str, *, without: str = "") -> None:
         """Return once the group has exactly so many instances, all ready, and a certain one is not among them."""

@@ -19,13 +19,13 @@ from typing import Any
 import aiohttp
 import msgspec
 import zmq
+from support.wire.raw_peers import node_keys
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common.config.gateway import GatewayConfig
 from common.errors import ErrorCode
 from common.sampling_params import TokenLogprobs
 from common.stage_spans import StageSpan
-from common.wire.key_folder import load_keys
 from common.wire.mailbox import Mailbox
 from common.wire.messages import (
     Abort,
@@ -157,8 +157,7 @@ class FakeNode:
     ) -> None:
         self.role = role
         self.register = make_register(role, name or role, **changes)
-        keys = load_keys(None, is_insecure=False, role="node")
-        assert keys is not None
+        keys = node_keys()
         self.incarnation = new_incarnation(keys.fingerprint)
         self.received: list[Any] = []
         self.generates: dict[str, Generate] = {}

@@ -149,11 +149,11 @@ class PlayedCluster:
         if not message.output:
             self.say(node, message, 0)
 
-    def decode(self, rid, num_tokens=1, *, start=None):
+    def decode(self, rid, num_tokens=1):
         """The decode node sends the next tokens."""
         node = self.node_of("decode", rid)
         message = self.generate(node, rid)
-        start = max(len(self.stream(rid).ids), 1) if start is None else start
+        start = max(len(self.stream(rid).ids), 1)
         for i in range(start, min(start + num_tokens, message.sampling.max_new_tokens)):
             self.say(node, message, i)
 

@@ -22,10 +22,10 @@ def use_fake_driver() -> None:
 class _DevicePages:
     """As much of a tensor on a device as a transport looks at."""
 
-    def __init__(self, at: int, ordinal: int) -> None:
+    def __init__(self, at: int) -> None:
         self._at = at
         self.device = self
-        self.index = ordinal
+        self.index = 0
 
     def data_ptr(self) -> int:
         return self._at
@@ -36,14 +36,14 @@ class DeviceStore(MemfdStore):
 
     is_mapped = is_in_place = False
 
-    def __init__(self, num_pages: int, layout: PageLayout = LAYOUT, *, ordinal: int = 0) -> None:
+    def __init__(self, num_pages: int, layout: PageLayout = LAYOUT) -> None:
         super().__init__(num_pages, layout)
-        self.driver = CudaDriver(ordinal)
+        self.driver = CudaDriver(0)
         before, num_bytes = 3 * layout.page_bytes, layout.pool_bytes(num_pages)
         self._allocated_at = self.driver.allocate(before + num_bytes + 100)
         self._at = self._allocated_at + before
         self.driver.put(self._at, bytes(num_bytes))
-        self.device_pages: Any = _DevicePages(self._at, ordinal)
+        self.device_pages: Any = _DevicePages(self._at)
 
     def read(self, page: int) -> bytes:
         return self.driver.get(self._at + page * self.layout.page_bytes, self.layout.page_bytes)

@@ -17,8 +17,6 @@ from kv_transfer.send.sender import Sender
 from scripts.simulator.service.inprocess_transport import Fault, InProcessReader, InProcessWriter, Wire
 
 LAYOUT = PageLayout(num_layers=2, num_kv_heads=2, head_dim=1, page_size=4, dtype="float32")
-
-
 POOL_TOKENS = 144
 
 
@@ -139,10 +137,10 @@ class Nodes:
         for key, num_tokens in self.sizes.items():
             first, pages = self.grants[key]
             assert self.completed[key].pages == tuple(pages)
-            written_unreported = kv(key, num_tokens)[..., first * size :, :]
+            expected = kv(key, num_tokens)[..., first * size :, :]
             if pages:
-                arrived = np.concatenate([view[page] for page in pages], axis=3)[..., : written_unreported.shape[3], :]
-                assert (arrived == written_unreported).all(), f"{key}: other numbers"
+                arrived = np.concatenate([view[page] for page in pages], axis=3)[..., : expected.shape[3], :]
+                assert (arrived == expected).all(), f"{key}: other numbers"
         granted = [page for _, pages in self.grants.values() for page in pages]
         rest = [page for page in range(self.target.num_pages) if page not in granted]
         assert not view[rest].any(), "a page was written that was never granted"

@@ -144,21 +144,19 @@ class RayHosts:
         """Of the head, for hosts that are not in the cluster."""
         return f"ray://{self.hosts.address(self.head)}:{CLIENT_PORT}"
 
-    def run(
-        self, name: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S
-    ) -> "subprocess.CompletedProcess[str]":
+    def run(self, name: str, *words: object) -> "subprocess.CompletedProcess[str]":
         """Run a command on a host."""
-        return subprocess.run(
-            self._enter(name, words), capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=self._variables
-        )
+        return self._run(self._enter(name, words))
 
-    def run_beside(
-        self, name: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S
-    ) -> "subprocess.CompletedProcess[str]":
+    def run_beside(self, name: str, *words: object) -> "subprocess.CompletedProcess[str]":
         """Run a command on a host that is not in the Ray cluster."""
         assert name not in self._processes
-        line = self.hosts.command(name, *words)
-        return subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=self._variables)
+        return self._run(self.hosts.command(name, *words))
+
+    def _run(self, line: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            line, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, cwd=ROOT, env=self._variables
+        )
 
     def begin(self, name: str, *words: object) -> "subprocess.Popen[str]":
         """Start a command on a host."""
@@ -175,11 +173,9 @@ class RayHosts:
         init = self._init(name)
         return ["nsenter", "--target", str(init), "--net", "--pid", "--mount", f"--wdns={ROOT}", *map(str, words)]
 
-    def cluster(
-        self, name: str, *words: object, timeout_s: float = COMMAND_TIMEOUT_S
-    ) -> "subprocess.CompletedProcess[str]":
+    def cluster(self, name: str, *words: object) -> "subprocess.CompletedProcess[str]":
         """Run ``baton cluster`` on a host."""
-        return self.run(name, sys.executable, "-m", "scripts.cli", "cluster", *words, timeout_s=timeout_s)
+        return self.run(name, sys.executable, "-m", "scripts.cli", "cluster", *words)
 
     def status(self, name: str) -> dict[str, Any]:
         """The status of the cluster, asked on a host."""
@@ -207,7 +203,7 @@ class RayHosts:
     def _init(self, name: str) -> int:
         """The first process of the host's process namespace."""
         unshare = self._processes[name].pid
-        [child] = (Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split())[:1]
+        [child] = Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split()[:1]
         return int(child)
 
     def pids(self, name: str, part: str) -> list[int]:

@@ -116,9 +116,9 @@ def count_preemptions(service: SimulatedService, rate: float) -> Counter[str]:
     return lost
 
 
-def stream(each_s: float, seconds: float, load: float = 0.95) -> list[float]:
-    """Return arrivals: two seconds of work at once, then ``load`` times the capacity."""
-    return [0.0] * round(2.0 / each_s) + [number * each_s / load for number in range(1, round(seconds / each_s * load))]
+def stream(each_s: float, seconds: float) -> list[float]:
+    """Return arrivals: two seconds of work at once, then 95 % of the capacity."""
+    return [0.0] * round(2.0 / each_s) + [number * each_s / 0.95 for number in range(1, round(seconds / each_s * 0.95))]
 
 
 def end_of_lowest_priority(service: SimulatedService, requests: Sequence[SentRequest]) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.service.service import SMALL_MODEL
 
 from common.config.node import NodeConfig
 from common.engine.executor import TorchExecutor
@@ -17,7 +18,6 @@ from common.node.loading.device_plan import activation_bytes, plan_reserve
 from common.node.loading.memory_plan import plan_capacity
 from common.node.loading.model_loading import compute_threads, formats, load_model, takes_all_cpus, with_context_length
 from common.node.tensor_parallel.rank_processes import RankProcesses
-from tests.support.service.service import SMALL_MODEL
 
 
 @pytest.mark.parametrize(
