@@ -63,10 +63,11 @@ class Driver:
             text.output.append(token)
             text.logprobs.append(logprob)
 
-    def finish(self, texts: Sequence["DrivenRequest"], max_new: int, chunk: int = 0) -> None:
-        """Run steps until every request has ``max_new`` output tokens; prompts are computed in chunks."""
+    def finish(self, texts: Sequence["DrivenRequest"], max_new: int, chunk: int = 0) -> list[tuple[int, ...]]:
+        """Run steps until every request has ``max_new`` output tokens, prompts in chunks; return the outputs."""
         while waiting := [text for text in texts if len(text.output) < max_new]:
             self.step(*((text, chunk) for text in waiting))
+        return [tuple(text.output) for text in texts]
 
 
 class DrivenRequest:
@@ -121,14 +122,12 @@ def check_tokens(
     expected = [tokens for _, tokens in cases]
     cold = Driver(executor)
     whole = [cold.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
-    cold.finish(whole, max_new)
-    assert [tuple(text.output) for text in whole] == expected, "whole prompts in one step"
+    assert cold.finish(whole, max_new) == expected, "whole prompts in one step"
 
     prompt, tokens = cases[-1]
     cached = cold.start(len(cases), prompt, shared=4 * cold.page_size)
     cached.pages = whole[-1].pages[:4]
-    cold.finish([cached], max_new, chunk=24)
-    assert tuple(cached.output) == tokens, "a cached prefix, and chunks after it"
+    assert cold.finish([cached], max_new, chunk=24) == [tokens], "a cached prefix, and chunks after it"
 
     chunked = Driver(executor)
     texts = [chunked.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
@@ -139,5 +138,4 @@ def check_tokens(
     again = [chunked.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
     for text, earlier in zip(again, texts, strict=True):
         text.output, text.pages = list(earlier.output), earlier.pages
-    chunked.finish(again, max_new, chunk=40)
-    assert [tuple(text.output) for text in again] == expected, "chunks beside decode rows, and a retraction"
+    assert chunked.finish(again, max_new, chunk=40) == expected, "chunks beside decode rows, and a retraction"

@@ -88,8 +88,7 @@ def test_windows_soft_caps_sinks_and_unequal_heads_do_not_depend_on_the_backend(
     cases = draw_prompts(folder, lengths, max_new, seed=7)
     driver = Driver(load(folder, attention))
     texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
-    driver.finish(texts, max_new, chunk=32)
-    assert [tuple(text.output) for text in texts] == [expected for _, expected in cases]
+    assert driver.finish(texts, max_new, chunk=32) == [expected for _, expected in cases]
     driver.executor.close()
 
 
@@ -217,12 +216,10 @@ def test_requests_of_the_model_and_of_two_adapters_in_one_batch_equal_the_merged
     for chunk in (0, 24):
         driver = Driver(executor)
         texts = [driver.start(slot, prompt, adapter=name) for slot, (name, prompt, _) in enumerate(cases)]
-        driver.finish(texts, MAX_NEW, chunk=chunk)
-        assert [tuple(text.output) for text in texts] == [expected for *_, expected in cases]
+        assert driver.finish(texts, MAX_NEW, chunk=chunk) == [expected for *_, expected in cases]
     alone = Driver(executor)
     text = alone.start(0, cases[-1][1], adapter="b")
-    alone.finish([text], MAX_NEW)
-    assert tuple(text.output) == cases[-1][2], "all tokens of a step have the adapter"
+    assert alone.finish([text], MAX_NEW) == [cases[-1][2]], "all tokens of a step have the adapter"
     executor.close()
 
 
@@ -261,8 +258,7 @@ def test_adapters_of_gpt_oss_experts_equal_the_merged_model(tmp_path: Path) -> N
     executor.adapters["a"] = executor.read_adapter(adapter, max_rank=8)
     driver = Driver(executor)
     texts = [driver.start(slot, prompt, adapter=name) for slot, (name, prompt, _) in enumerate(cases)]
-    driver.finish(texts, 4, chunk=24)
-    assert [tuple(text.output) for text in texts] == [expected for *_, expected in cases]
+    assert driver.finish(texts, 4, chunk=24) == [expected for *_, expected in cases]
     executor.close()
 
 
@@ -477,8 +473,7 @@ def test_rotary_embeddings_that_depend_on_the_longest_request_limit_the_context(
     cases = draw_prompts(folder, [9, 100], MAX_NEW, seed=7)
     driver = Driver(executor)
     texts = [driver.start(slot, prompt) for slot, (prompt, _) in enumerate(cases)]
-    driver.finish(texts, MAX_NEW, chunk=24)
-    assert [tuple(text.output) for text in texts] == [expected for _, expected in cases]
+    assert driver.finish(texts, MAX_NEW, chunk=24) == [expected for _, expected in cases]
     executor.close()
 
 
