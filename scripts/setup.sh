@@ -1,7 +1,7 @@
 # Sourced by every command: finds or makes the Python environment, and sets `baton_python` to its interpreter.
 #
 # 1. An active environment (VIRTUAL_ENV, CONDA_PREFIX) that meets the requirements is used as it is.
-# 2. Otherwise the .venv of the checkout, if its stamp matches pyproject.toml and constraints.txt.
+# 2. Otherwise the .venv of the checkout, if its stamp matches pyproject.toml, constraints.txt and its Python.
 # 3. Otherwise the python3 on the PATH, if it meets the requirements.
 # 4. Otherwise .venv is made or updated, once. Commands started meanwhile wait for it.
 #
@@ -30,6 +30,10 @@ baton_requirements() { # PYTHON [OPTION...]
 
 baton_meets() { # PYTHON [--pins FILE]: does this interpreter meet the requirements?
     [ -x "$1" ] && baton_requirements "$@" > /dev/null 2>&1
+}
+
+baton_is_set_up() { # is the environment complete, and its Python still the one that completed it?
+    [ -x "$baton_python" ] && [ "$(cat "$baton_stamp" 2> /dev/null)" = "$(readlink -f "$baton_python")" ]
 }
 
 baton_new_python() { # prints an interpreter for a new environment
@@ -74,7 +78,8 @@ baton_install() {
             "$baton_venv has other files than those of an environment: empty it, or name another folder as BATON_VENV"
         printf 'baton: making an environment in %s with %s\n' "$baton_venv" "$("$base" --version)" >&2
         "$base" -m venv --clear "$baton_venv" >&2 || baton_fail "making it failed: does $base have the module venv" \
-            "(Debian, Ubuntu: apt install python3-venv), and is there room on the disk?"
+            "(Debian, Ubuntu: apt install python3-venv), and may you write there, with room on the disk?" \
+            "BATON_VENV names another folder."
     fi
     if ! baton_meets "$baton_venv/bin/python" --pins "$baton_root/constraints.txt"; then
         printf 'baton: installing packages, once; this takes a few minutes\n' >&2
@@ -88,8 +93,8 @@ baton_install() {
     for stale in "$baton_venv"/.baton-*; do
         case $stale in "$baton_plain_stamp" | "$baton_plain_stamp"-*) ;; *) rm -f "$stale" ;; esac
     done
-    : > "$baton_stamp"
-    : > "$baton_plain_stamp"
+    readlink -f "$baton_python" > "$baton_stamp"
+    readlink -f "$baton_python" > "$baton_plain_stamp"
 }
 
 baton_find() {
@@ -104,7 +109,7 @@ baton_find() {
             return
         }
     done
-    [ -e "$baton_stamp" ] && [ -x "$baton_python" ] && return
+    baton_is_set_up && return
     active=$(command -v python3) && baton_meets "$active" && {
         baton_python=$active
         return
@@ -115,7 +120,7 @@ baton_find() {
         printf 'baton: another command is setting up %s; waiting for it\n' "$baton_venv" >&2
         flock 9
     }
-    [ -e "$baton_stamp" ] && [ -x "$baton_python" ] || baton_install
+    baton_is_set_up || baton_install
     exec 9<&-
 }
 

@@ -76,6 +76,30 @@ def test_a_folder_with_other_files_is_not_cleared_for_an_environment(tmp_path):
     assert not (tools / "python3.made").exists()
 
 
+def test_an_environment_is_checked_again_once_its_python_is_another_one(tmp_path):
+    tools, python = tmp_path / "bin", tmp_path / "venv" / "bin" / "python"
+    for folder in (tools, python.parent):
+        folder.mkdir(parents=True)
+    for name in ("bash", "cat", "cksum", "dirname", "flock", "readlink", "rm"):
+        (tools / name).symlink_to(shutil.which(name))
+    for name, status in (("python3", 1), ("python3.11", 0), ("python3.12", 0)):  # the first lacks packages
+        (tools / name).write_text(f'#!/bin/bash\n: > "{tmp_path}/called"\nexit {status}\n')
+        (tools / name).chmod(0o755)
+
+    def is_checked() -> bool:
+        (tmp_path / "called").unlink(missing_ok=True)
+        words = ("bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo "$baton_python"')
+        found = command(*words, folder=tmp_path, PATH=str(tools), VIRTUAL_ENV="", CONDA_PREFIX="")
+        assert found.stdout.strip() == str(python), found
+        return (tmp_path / "called").exists()
+
+    python.symlink_to(tools / "python3.11")
+    assert [is_checked(), is_checked()] == [True, False]
+    python.unlink()
+    python.symlink_to(tools / "python3.12")  # as after an upgrade of the system
+    assert [is_checked(), is_checked()] == [True, False]
+
+
 def test_versions_are_compared_by_number():
     assert release("2.13.0+cpu") == (2, 13, 0)
     assert release("2.9") < release("2.10")
