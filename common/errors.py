@@ -63,7 +63,19 @@ class BatonError(Exception):
 
 
 class ConfigError(BatonError):
-    """A flag, environment variable or file is wrong; the message names it and says what to do."""
+    """A flag, environment variable or file is wrong; the message names it and says what to do.
+
+    Attributes:
+        exit_status: with which a process ends that cannot start.
+    """
+
+    exit_status = 2
+
+
+class FetchError(ConfigError):
+    """A model cannot be fetched from the hub at present; another start may succeed."""
+
+    exit_status = 1
 
 
 def needs_extra(name: str) -> str:

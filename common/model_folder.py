@@ -10,13 +10,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.errors import ConfigError, FetchError
 
 log = logging.getLogger(__name__)
 
 #: The weights a second time, with other names of tensors, in repositories of Mistral AI and OpenAI.
 OTHER_WEIGHTS = ("consolidated*", "original/*")
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+#: Statuses with which the hub says that a model or revision does not exist, or is not for this user.
+REFUSALS = (401, 403, 404)
 
 
 def find_model(
@@ -28,7 +30,8 @@ def find_model(
         patterns: names of the files to download of a hub id.
         flag: the beginning of the option that names the model, for errors.
     Raises:
-        ConfigError: there is no such folder, or the hub id cannot be fetched.
+        ConfigError: there is no such folder, or the hub refuses the hub id.
+        FetchError: the hub cannot be reached, or a download fails.
     """
     if not path_or_hub_id:
         raise ConfigError(f"{flag}is empty: no such folder; give a folder or a hub id")
@@ -74,6 +77,7 @@ def _fetch(hub_id: str, revision: str | None, patterns: Sequence[str], flag: str
     if not sys.stderr or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they are no log lines
     import huggingface_hub  # only for hub ids: it takes a while to load
+    from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     log.info("fetching %s from the hub or its local cache", hub_id)
@@ -84,6 +88,8 @@ def _fetch(hub_id: str, revision: str | None, patterns: Sequence[str], flag: str
         return Path(found)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        is_refused = HF_HUB_OFFLINE or isinstance(error, HFValidationError) or status in REFUSALS
+        raise (ConfigError if is_refused else FetchError)(
             f"{flag}{hub_id}: neither a local folder nor available from the hub or its local cache ({reason})"
         ) from error

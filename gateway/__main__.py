@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
             runner.run(serve(gateway, config.drain_timeout))
     except (ConfigError, OSError, zmq.ZMQError) as error:
         log.error("%s", error)
-        return 2
+        return error.exit_status if isinstance(error, ConfigError) else 2
     except Exception:  # which the interpreter would report too late: after the writer is closed
         log.exception("the gateway failed")
         return 1

@@ -73,7 +73,7 @@ def run(config: NodeConfig, factories: Mapping[Role, RoleFactory], rank_module: 
         return _serve(config, factories, rank_module)
     except ConfigError as error:
         log.error("%s", error)
-        return 2
+        return error.exit_status
     except BatonError as error:  # a rank was lost before the node served
         log.error("%s", error)
         return 1

@@ -453,7 +453,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return asyncio.run(serve(config, output, listener))
     except ConfigError as error:
         output.say(str(error))
-        return 2
+        return error.exit_status
     except Exception:  # which the interpreter would report too late: after the output is closed
         log.exception("serve failed")
         return 1

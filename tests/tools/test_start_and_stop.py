@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,6 +46,19 @@ def test_a_model_that_is_not_there_is_one_sentence(command, model, tmp_path, mon
     assert process.returncode == 2
     assert out == "" and len(err.splitlines()) == 1, err
     assert f"--model {model}: " in err
+
+
+@pytest.mark.slow(sample=0.2)
+@pytest.mark.parametrize("command", ["serve", "gateway", "prefill"])
+def test_a_hub_that_cannot_be_reached_is_no_reason_not_to_start_again(command, tmp_path, monkeypatch):
+    with socket.socket() as closed:  # bound, but it does not listen
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        with start(command, "--model", "nobody/nothing", "--log-level", "warning") as process:
+            out, err = process.communicate(timeout=180)
+    assert process.returncode == 1, err
+    assert out == "" and "--model nobody/nothing: neither a local folder nor available" in err
 
 
 @pytest.mark.slow

@@ -1,15 +1,24 @@
 """Model configurations: both spellings of rope, unsupported settings, damaged files and mismatched weights."""
 
+import errno
 import json
 import math
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors.torch import load_file, save_file
 from support.engine.reference_models import LLAMA3_ROPE, make_model
 
@@ -331,20 +340,33 @@ def test_a_path_that_does_not_exist_is_refused_as_a_folder(path: str) -> None:
         ModelConfig.load(path)
 
 
-def test_an_unavailable_hub_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
+def answer(status: int) -> Any:
+    return SimpleNamespace(status_code=status, headers={}, request=None)
 
-    def offline(*_: Any, **__: Any) -> str:
-        raise LocalEntryNotFoundError("no connection, and nothing in the cache")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ConfigError, match=r"--model someone/model: neither a local folder.*nothing in the cache"):
+@pytest.mark.parametrize(
+    ("error", "exit_status"),
+    [
+        (LocalEntryNotFoundError("no connection, and nothing in the cache"), 1),
+        (OSError(errno.ENOSPC, "no space left: nothing in the cache"), 1),
+        (HfHubHTTPError("the hub is down: nothing in the cache", response=answer(503)), 1),
+        (RepositoryNotFoundError("no such model, nothing in the cache", response=answer(404)), 2),
+        (HFValidationError("no name of a model, nothing in the cache"), 2),
+    ],
+)
+def test_only_a_hub_id_that_the_hub_refuses_is_a_mistake(
+    error: Exception, exit_status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ConfigError, match=r"--model someone/model: neither a local folder.*nothing in the ca") as found:
         ModelConfig.load("someone/model")
+    assert found.value.exit_status == exit_status
 
 
 def test_weights_that_a_repository_has_twice_are_fetched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
 
     used = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"]
