@@ -5,6 +5,7 @@ name holds a hash of sources, flags and processor, so that a changed file or ano
 """
 
 import hashlib
+import logging
 import os
 import platform
 import subprocess
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.system.cache_folder import cache_folder
+
+log = logging.getLogger(__name__)
 
 MAX_COMPILE_S = 120.0  # for one file
 _FLAGS = ("-fPIC", "-fvisibility=hidden")
@@ -49,6 +52,7 @@ def build_library(library: Library) -> Path:
         folder = cache_folder()
         file = folder / f"{library.name}-{_fingerprint(library)}.so"
         if not file.exists():
+            log.info("compiling %s into %s, once; this may take a minute", library.name, folder)
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 _compile(library, Path(place)).replace(file)  # atomic: other processes may compile at the same time

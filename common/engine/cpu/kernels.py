@@ -430,5 +430,6 @@ def load_kernels() -> Kernels | None:
     try:
         return open_kernels(target)
     except (BuildError, OSError, AttributeError) as error:
-        log.warning("cannot load the CPU kernels, using torch's, which are slower: %s", error)
+        remedy = "give GCC as CC, and a folder that can be written as XDG_CACHE_HOME"
+        log.warning("cannot load the CPU kernels, using torch's, which are slower; %s: %s", remedy, error)
         return None

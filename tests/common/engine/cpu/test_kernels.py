@@ -326,7 +326,7 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so_once(
     finally:
         load_kernels.cache_clear()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "no-such-compiler" in caplog.text
+    assert "give GCC as CC" in caplog.text and "no-such-compiler" in caplog.text
 
 
 def test_without_a_home_directory_torch_computes(
@@ -340,7 +340,7 @@ def test_without_a_home_directory_torch_computes(
         assert load_kernels() is None
     finally:
         load_kernels.cache_clear()
-    assert "home directory" in caplog.text
+    assert "XDG_CACHE_HOME" in caplog.text and "home directory" in caplog.text
 
 
 OLDER = [(f"-march={name}",) for name in ("x86-64", "sandybridge", "ivybridge", "bdver2")]
@@ -393,7 +393,10 @@ def test_clang_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_p
         build_library(replace(LIBRARY, flags=(*LIBRARY.flags, "-D__clang__")))
 
 
-def test_a_library_compiled_once_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_compiled_once_is_found_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     if shutil.which("cc") is None:
         pytest.skip("no C compiler here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -405,6 +408,7 @@ def test_a_library_compiled_once_is_found_again(monkeypatch: pytest.MonkeyPatch,
     assert build_library(library) == first
     assert first.stat().st_mtime_ns == changed_at
     assert [file.name for file in (tmp_path / "baton").iterdir()] == [first.name]
+    assert [record.message.split(",")[0] for record in caplog.records] == [f"compiling small into {tmp_path / 'baton'}"]
 
 
 def test_a_single_row_of_a_wider_tensor_is_no_wider_than_itself() -> None:
