@@ -403,9 +403,10 @@ def tell_ready(url: str, curl_headers: str, output: Output) -> None:
 
 
 def _curl_headers(config: ServeConfig) -> str:
-    if config.api_key_file is not None:
-        return " -H 'Authorization: Bearer KEY'"
-    return ' -H "Authorization: Bearer $BATON_API_KEY"' if config.api_key else ""
+    if not config.api_key:
+        return ""
+    is_exported = os.environ.get("BATON_API_KEY") == config.api_key
+    return ' -H "Authorization: Bearer $BATON_API_KEY"' if is_exported else " -H 'Authorization: Bearer KEY'"
 
 
 def _status(running: "asyncio.Task[None]", ready: "asyncio.Task[None]", output: Output) -> int:

@@ -35,6 +35,7 @@ from gateway.siblings.group import GatewayGroup
 from scripts.serving.cpu_affinity import Share
 from scripts.serving.serve import (
     _call,
+    _curl_headers,
     _missing,
     _on_signals,
     bind,
@@ -454,6 +455,16 @@ def test_serve_trusts_the_certificate_of_its_gateway_beside_that_of_any_authorit
             assert _call(config, None, "GET", "/ready") == (200, b"")
         finally:
             thread.join()
+
+
+def test_the_command_shown_names_the_variable_of_the_key_only_if_it_holds_that_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BATON_API_KEY", "of-the-environment")
+    assert _curl_headers(ServeConfig()) == ""
+    assert "Bearer $BATON_API_KEY" in _curl_headers(ServeConfig(api_key="of-the-environment"))
+    assert "Bearer KEY" in _curl_headers(ServeConfig(api_key="of-a-flag"))
+    assert "Bearer KEY" in _curl_headers(with_key(ServeConfig(api_key_file="keys.toml")))
 
 
 def test_serve_continues_if_stdout_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
