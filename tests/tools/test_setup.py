@@ -100,6 +100,21 @@ def test_an_environment_is_checked_again_once_its_python_is_another_one(tmp_path
     assert [is_checked(), is_checked()] == [True, False]
 
 
+def test_an_environment_without_pip_that_meets_the_requirements_is_not_cleared(tmp_path):
+    tools, python = tmp_path / "bin", tmp_path / "venv" / "bin" / "python"
+    for folder in (tools, python.parent):
+        folder.mkdir(parents=True)
+    for name in ("bash", "cat", "cksum", "dirname", "flock", "readlink", "rm"):
+        (tools / name).symlink_to(shutil.which(name))
+    (tools / "python3").write_text("#!/bin/bash\nexit 1\n")
+    python.write_text('#!/bin/bash\n[ "$1" != -c ]\n')  # as uv makes it
+    for script in (tools / "python3", python):
+        script.chmod(0o755)
+    words = ("bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo "$baton_python"')
+    found = command(*words, folder=tmp_path, PATH=str(tools), VIRTUAL_ENV="", CONDA_PREFIX="")
+    assert (found.stdout.strip(), found.stderr) == (str(python), "")
+
+
 def test_versions_are_compared_by_number():
     assert release("2.13.0+cpu") == (2, 13, 0)
     assert release("2.9") < release("2.10")
