@@ -256,6 +256,13 @@ def test_every_field_of_the_official_clients_is_known(params, body):
     assert given - set(body.__struct_fields__) - WITHOUT_EFFECT - set(UNSUPPORTED) == set()
 
 
+def test_what_training_frameworks_send_with_every_prompt_to_sglang_is_accepted():
+    sampling = {"top_k": -1, "stop": None, "no_stop_trim": True, "spaces_between_special_tokens": False}
+    body = {"input_ids": [1, 2], "sampling_params": sampling, "image_data": [], "return_logprob": True}
+    request, ignored = decoded(NativeRequest, body, are_refused=True)
+    assert (request.input_ids, request.sampling_params.top_k, ignored) == ([1, 2], -1, ())
+
+
 def test_what_codex_adds_to_its_requests_is_ignored():
     body = {"input": "Hi", "client_metadata": {"x-codex-installation-id": "1"}, "text": {"verbosity": "low"}}
     assert decoded(ResponsesRequest, body)[1] == ("client_metadata", "text.verbosity")
