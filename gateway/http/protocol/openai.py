@@ -45,14 +45,19 @@ class JsonSchemaField(Extensible, kw_only=True):
 
 
 class ResponseFormat(Extensible, kw_only=True):
-    """``response_format``; ``structures`` and ``triggers``, or ``format``, belong to structural tags."""
+    """``response_format``.
+
+    ``structures`` and ``triggers``, or ``format``, belong to structural tags. ``schema``, as other servers name it, or
+    ``value``, as Hugging Face's client does, is the schema of a ``json_object``.
+    """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaField | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
     format: dict[str, Any] | None = None
-    schema: Refused = None  # where other servers have the schema of a ``json_object``
+    schema: dict[str, Any] | bool | None = None
+    value: dict[str, Any] | bool | None = None
 
 
 class StructuredOutputs(Strict, kw_only=True):

@@ -114,12 +114,15 @@ def _wanted(struct: msgspec.Struct, fields: Mapping[str, Kind], prefix: str) -> 
 
 def _response_format(given: Mapping[str, Any], param: str) -> StructuredOutput | None:
     kind = given.get("type")
-    name = "schema" if given.get("json_schema") is None else "json_schema"
-    if given.get(name) is not None and (kind, name) != ("json_schema", "json_schema"):
-        message = 'has no effect here; write {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
-        raise refuse(message, f"{param}.{name}")
+    names = ("schema", "value") if given.get("json_schema") is None else ("json_schema",)
+    schemas = {name: given[name] for name in names if given.get(name) is not None}
+    for name in schemas:
+        if kind != ("json_schema" if name == "json_schema" else "json_object"):
+            message = 'has no effect here; write {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+            raise refuse(message, f"{param}.{name}")
     if kind == "json_object":
-        return StructuredOutput(param, "json_object")
+        wanted = [StructuredOutput(f"{param}.{name}", "json_schema", schema) for name, schema in schemas.items()]
+        return only_one(wanted) or StructuredOutput(param, "json_object")
     if kind == "structural_tag":
         return StructuredOutput(param, "structural_tag", {key: part for key, part in given.items() if part is not None})
     if kind != "json_schema":

@@ -108,8 +108,9 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "repetition_penalty": 2.1}, "repetition_penalty"),
     ({"prompt": "a", "no_stop_trim": False, "include_stop_str_in_output": True}, "include_stop_str_in_output"),
     ({"prompt": "a", "response_format": {"type": "json"}}, "response_format.type"),
-    ({"prompt": "a", "response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"prompt": "a", "response_format": {"type": "json_object", "schema": {}, "value": True}}, "response_format.value"),
     ({"prompt": "a", "response_format": {"type": "json_schema", "schema": {}}}, "response_format.schema"),
+    ({"prompt": "a", "response_format": {"type": "text", "value": {}}}, "response_format.value"),
     ({"prompt": "a", "response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
 ]
 

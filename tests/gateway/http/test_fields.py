@@ -113,6 +113,17 @@ async def test_structured_output_reaches_the_nodes_as_a_grammar(stack):
     assert await param_of(stack, "/generate", body) == "sampling_params.ebnf"
 
 
+@pytest.mark.parametrize("name", ["schema", "value"])
+async def test_a_json_object_follows_the_schema_that_is_given_with_it(stack, name):
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    await chat(stack, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
+    grammar = sent(stack).sampling.grammar
+    await chat(stack, response_format={"type": "json_object", name: schema})
+    assert sent(stack).sampling.grammar == grammar
+    body = {"messages": HI, "response_format": {"type": "json_object", name: {"properties": {"a": {"type": "no"}}}}}
+    assert await param_of(stack, "/v1/chat/completions", body) == f"response_format.{name}.properties.a"
+
+
 async def test_without_an_output_no_grammar_reaches_the_nodes(stack):
     await complete(stack, max_tokens=0, echo=True, guided_choice=["yes"], bad_words=["a"])
     assert (sent(stack).sampling.grammar, sent(stack).sampling.bad_words) == ("", ())
