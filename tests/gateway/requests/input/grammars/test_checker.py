@@ -161,7 +161,7 @@ async def test_a_process_that_ended_while_idle_is_replaced(checker: GrammarCheck
     await checker.check(A)
     (pid,) = pids(checker)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: not os.path.exists(f"/proc/{pid}"))
+    await until(lambda: pids(checker) == [])
     assert await checker.check(StructuredOutput("field", "regex", "b")) == "start: /b/"
 
 
