@@ -121,12 +121,10 @@ class KVWindow:
         """The number of entries in the request's page table at which it begins to use its own pages again."""
         if not self.is_bounded:
             return UNBOUNDED
-        if request.own or not request.is_wrapped:
+        if request.own if request.is_wrapped else request.num_computed >= request.num_decodable:
             num_kept = len(request.pages) - len(request.own)
-            if not request.pages:
-                num_kept = self._num_kept(request.num_tokens)
-        else:
-            num_kept = self._num_kept(request.num_decodable)  # its pages are being received
+        else:  # its pages are still to be received, or computed and cached
+            num_kept = self._num_kept(request.num_tokens)
         return num_kept + self.max_span(1)
 
     def room_left(self, request: Request) -> int:

@@ -95,6 +95,7 @@ def test_a_growing_request_uses_its_own_pages_again_and_only_those_that_no_token
     num_pages = kv_window.num_pages(length)
     num_cached = min(num_cached, length // size)
     request = request_of(length, list(range(num_pages)), list(range(num_cached, num_pages)))
+    request.num_computed = length - 1
     most = kv_window.max_pages(request)
     for position in range(length, length + 120):
         request.num_scheduled = position
@@ -108,3 +109,13 @@ def test_a_growing_request_uses_its_own_pages_again_and_only_those_that_no_token
         assert request.own == request.pages[len(request.pages) - len(request.own) :]
         assert request.pages[:num_cached] == list(range(num_cached)), "a cached page is never used again"
     assert len(request.own) <= max(kv_window.max_span(1), num_pages - num_cached)
+
+
+def test_pages_that_will_be_cached_count_as_kept_before_they_are_computed() -> None:
+    # 6 tokens in 2 pages of 4, of which the first will enter the cache and is not used again.
+    kv_window = KVWindow(4, 8, 8, 7)
+    request = request_of(6, [0, 1], [0, 1])
+    assert kv_window.max_pages(request) == 1 + kv_window.max_span(1)
+    request.own, request.num_computed = [1], 6  # the first page is in the cache
+    request.output.append(0)
+    assert kv_window.max_pages(request) == 1 + kv_window.max_span(1)
