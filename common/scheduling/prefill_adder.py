@@ -389,21 +389,31 @@ class PrefillAdder:
 
     def _never_runs_out(self, request: Request, match: Match, count: int) -> bool:
         """Whether all running requests and this one can grow to their ends in the available memory."""
-        others = [self._growth(other, is_late=is_extending(other)) for other in self._running]
         running = {id(other) for other in self._running}
-        for chunk in self.chunks:
-            if id(chunk.request) not in running:
-                others.append(self._growth(chunk.request, is_late=not chunk.is_last))
+        admitted = [chunk for chunk in self.chunks if id(chunk.request) not in running]
+        others = [*self._running, *(chunk.request for chunk in admitted)]
         if not others:
             return True  # the only request gains nothing by waiting
-        num_private = count + num_private_pages(match.node)
-        num_held, max_pages = self._kv_window.num_pages(request.num_tokens), self._kv_window.max_pages(request)
+        num_available = self._allocator.num_for_steps + self.cache.num_evictable_pages - count
+        num_held = self._kv_window.num_pages(request.num_tokens)
+        # A proof takes time that grows with the square of the number of requests. Often the answer is clear without it.
+        if num_available < 0:
+            return False
+        num_whole = sum([self._num_at_end(other) - len(other.pages) for other in others])
+        if num_whole + self._num_at_end(request) - num_held <= num_available:
+            return True
+        growths = [self._growth(other, is_late=is_extending(other)) for other in self._running]
+        growths += [self._growth(chunk.request, is_late=not chunk.is_last) for chunk in admitted]
+        num_private, max_pages = count + num_private_pages(match.node), self._kv_window.max_pages(request)
         # Chunking may make it end later than its token count says, so it counts as late.
         mine = Growth(
             request.num_tokens, num_held, self._expected(request), num_private, is_late=True, max_pages=max_pages
         )
-        num_available = self._allocator.num_for_steps + self.cache.num_evictable_pages - count
-        return fits([*others, mine], num_available, self.page_size)
+        return fits([*growths, mine], num_available, self.page_size)
+
+    def _num_at_end(self, request: Request) -> int:
+        """Pages of all tokens that a request can have."""
+        return self._kv_window.num_pages(len(request.prompt) + request.sampling.max_new_tokens)
 
     def _growth(self, request: Request, *, is_late: bool) -> Growth:
         max_pages = self._kv_window.max_pages(request)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
@@ -10,6 +11,7 @@ from support.scheduling.adder_pool import CONTINUE, NO_TOKEN, PAGE, Pool, comput
 from common.cache.page_allocator import Owner
 from common.cache.request_kv import release
 from common.request import Request
+from common.scheduling import prefill_adder
 from common.scheduling.ignore_eos_admission import Growth, fits
 
 
@@ -163,6 +165,20 @@ def grow(pool: Pool, mine: Request) -> None:
     assert pages, "memory ran out"
     mine.pages += pages
     mine.own += pages
+
+
+def test_nothing_is_proved_where_all_outputs_fit_or_the_prompt_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prove(*_: object) -> bool:
+        raise AssertionError("proofs of many requests take long")
+
+    monkeypatch.setattr(prefill_adder, "fits", prove)
+    # 10 tokens at the end of the running one, 3 pages; 20 at the end of the other, 5 pages.
+    pool = Pool(8)
+    running = [decoding(pool, 8, 2)]
+    assert pool.adder(reserve_output=True, running=running).add_one_req(request(8, 12, ignore_eos=True)) is CONTINUE
+    pool = Pool(8)
+    running = [decoding(pool, 8, 2)]
+    assert pool.adder(reserve_output=True, running=running).add_one_req(request(28, 12, ignore_eos=True)) is NO_TOKEN
 
 
 def test_a_lone_request_is_admitted_whatever_its_output() -> None:
