@@ -59,7 +59,8 @@ class MessageForm:
 
     Attributes:
         has_calls: it shows the calls of earlier turns.
-        has_short_ids: ids of calls have nine letters and digits; the template refuses others (Mistral's).
+        has_short_ids: ids of calls have nine letters and digits; the template refuses others, or shorter ones
+            (Mistral's).
         has_null_content: the content of a turn of calls alone is null, by which the template knows it (DeepSeek's).
         has_thinking: reasoning is named ``thinking`` (gpt-oss's).
     """
@@ -274,7 +275,7 @@ def render_chat(template: ChatTemplate, body: ChatBody) -> str:
 def _rendered(
     template: ChatTemplate, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
 ) -> str:
-    """The text of a prompt. What the template refuses is rendered again in other forms, one change after the other.
+    """The text of a prompt. What the template refuses is rendered again in other forms, those with fewer changes first.
 
     Raises RequestError: the template refuses all forms; it says why it refuses the first one.
     """
@@ -282,12 +283,14 @@ def _rendered(
         return template.render(messages, variables, add_generation_prompt=add_generation_prompt)
     except RequestError as error:
         refusal = error
-    for change in (_with_joined_neighbours, _with_single_calls, _without_first_system):
-        changed = change(messages)
-        if changed != messages:
-            messages = changed
+    single = _with_single_calls(messages)
+    both = _with_joined_neighbours(single)
+    tried = [messages]
+    for form in (_with_joined_neighbours(messages), single, both, _without_first_system(both)):
+        if form not in tried:
+            tried.append(form)
             with suppress(RequestError):
-                return template.render(messages, variables, add_generation_prompt=add_generation_prompt)
+                return template.render(form, variables, add_generation_prompt=add_generation_prompt)
     raise refusal
 
 

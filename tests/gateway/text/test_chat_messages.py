@@ -312,6 +312,7 @@ def test_each_call_stands_before_its_result_where_a_template_takes_one_call_of_a
     text = "c1<Both><of c1>c2<><of c2>c3<><of c3>"
     assert rendered(template, USER, *turn, ANSWER) == f"<Hi>{text}<a>"
     assert rendered(template, USER, *turn, *turn) == f"<Hi>{text}{text}", "ids may come again"
+    assert rendered(template, *turn, USER) == f"{text}<Hi>", "no more is changed than this template demands"
 
 
 def test_a_system_message_begins_that_of_the_user_where_a_template_knows_no_such_role():
