@@ -46,6 +46,8 @@ MAX_DEFINITIONS_BYTES = 256 << 10
 _VALUE_END = grammar.literal("\n" + _PARAMETER_END)
 
 _NAME = re.compile(r"[^>\n]*")
+#: A reference in a schema's JSON, with the first step of its place; ``#`` alone has none.
+_REFERENCE = re.compile(r'"\$ref": "#(/[^/"]*)?(?=[/"])')
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -218,12 +220,14 @@ def _function_rules(i: int, tool: Tool, *, required: bool) -> list[str]:
 
 def _shared_by_property(tool: Tool, properties: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The parts of the tool's schema to which each property may refer, as each value has its own grammar: ``$defs``, or
-    ``properties``, which zod refers to for a schema that it has seen before. References in them are ``_moved``.
+    ``properties``, which zod refers to for a schema that it has seen before, or all of it, where ``#`` means the tool's
+    schema. References in them are ``_moved``.
 
     Raises RequestError: they are too large together.
     """
     text = json.dumps(tool.parameters)
-    shared = {key: part for key, part in tool.parameters.items() if f'"$ref": "#/{key}/' in text}
+    named = set(_REFERENCE.findall(text))
+    shared = {key: part for key, part in tool.parameters.items() if f"/{key}" in named or "" in named}
     names = [name for name, schema in properties.items() if shared and '"$ref"' in json.dumps(schema)]
     num_bytes = len(names) * len(json.dumps(shared))
     if num_bytes > MAX_DEFINITIONS_BYTES:
@@ -234,7 +238,7 @@ def _shared_by_property(tool: Tool, properties: Mapping[str, Any]) -> dict[str, 
 
 def _moved(part: dict[str, Any]) -> dict[str, Any]:
     """A part of a tool's schema, with references that find the tool's schema as the definition ``tool``."""
-    moved: dict[str, Any] = json.loads(json.dumps(part).replace('"$ref": "#/', '"$ref": "#/$defs/tool/'))
+    moved: dict[str, Any] = json.loads(_REFERENCE.sub(r'"$ref": "#/$defs/tool\1', json.dumps(part)))
     return moved
 
 

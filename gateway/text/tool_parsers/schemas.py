@@ -17,6 +17,8 @@ SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contai
 #: Look-ahead, look-behind and back-references, which llguidance does not have, in a pattern without other escapes.
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9k]")
 _OTHER_ESCAPES = re.compile(r"\\[^1-9k]")
+#: The place of an item in a list, as references name it.
+_INDEX = re.compile(r"[0-9]{1,7}", re.ASCII)
 ALL_TYPES = frozenset({"string", *_TYPES.values()})
 
 
@@ -66,19 +68,21 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """The schema to which a schema refers by ``$ref``, perhaps through others; itself if it refers to none.
 
     Args:
-        root: the schema of which references such as ``#/$defs/name`` and ``#/properties/name`` mean a part.
+        root: the schema of which references such as ``#/$defs/name`` and ``#/properties/name`` mean a part, and
+            ``#`` the whole.
     """
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
+        if not isinstance(reference, str) or not re.match("#(/|$)", reference):
             return schema
         part: Any = root
-        for step in reference[2:].split("/", MAX_STEPS):
-            if isinstance(part, list):
-                part = {str(i): item for i, item in enumerate(part)}
-            if not isinstance(part, Mapping) or step not in part:
+        for step in reference.split("/", MAX_STEPS)[1:]:
+            if isinstance(part, list) and _INDEX.fullmatch(step) and int(step) < len(part):
+                part = part[int(step)]
+            elif isinstance(part, Mapping) and step in part:
+                part = part[step]
+            else:
                 return schema
-            part = part[step]
         schema = part
     return schema
 

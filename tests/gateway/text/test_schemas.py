@@ -18,6 +18,8 @@ from gateway.text.tool_parsers.schemas import ALL_TYPES, schema_types, without_l
         ({"$ref": "#/$defs/missing"}, ALL_TYPES),
         ({"$ref": "#/properties/a/anyOf/1/items"}, {"boolean"}),
         ({"$ref": "#/properties/a/anyOf/2"}, ALL_TYPES),
+        ({"$ref": "#/properties/a/anyOf/-1"}, ALL_TYPES),
+        ({"$ref": "#"}, {"object"}),
         ({"$ref": "#/properties/a/anyOf/0/type/x"}, ALL_TYPES),
         ({}, ALL_TYPES),
         (True, ALL_TYPES),
@@ -25,7 +27,17 @@ from gateway.text.tool_parsers.schemas import ALL_TYPES, schema_types, without_l
 )
 def test_the_types_of_a_schema(schema, types):
     items = {"a": {"anyOf": [{"type": "null"}, {"items": {"type": "boolean"}}]}}
-    assert schema_types(schema, {"$defs": {"one": {"type": "number"}}, "properties": items}) == types
+    assert schema_types(schema, {"type": "object", "$defs": {"one": {"type": "number"}}, "properties": items}) == types
+
+
+def test_a_reference_into_a_list_does_not_look_at_its_other_items():
+    """Thousands of references into one long list would take minutes otherwise."""
+
+    class Indexed(list):
+        def __iter__(self):
+            raise AssertionError("walked through")
+
+    assert schema_types({"$ref": "#/anyOf/1"}, {"anyOf": Indexed([{}, {"type": "null"}])}) == {"null"}
 
 
 def test_alternatives_that_refer_to_themselves_are_looked_at_once():

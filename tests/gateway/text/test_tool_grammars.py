@@ -184,6 +184,26 @@ def test_a_parameter_that_is_a_reference_is_bound_by_its_definition(name, good, 
     assert bad is None or not accepted(bad)
 
 
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_reference_to_the_whole_schema_means_that_of_the_tool(is_strict):
+    """As zod refers to a schema that contains itself."""
+    node = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {"size": {"type": "integer"}, "children": {"type": "array", "items": {"$ref": "#"}}},
+        "required": ["size", "children"],
+        "additionalProperties": False,
+    }
+
+    def accepted(value):
+        parameters = f"<parameter=size>\n1\n</parameter>\n<parameter=children>\n{value}\n</parameter>\n"
+        call = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+        return accepts("qwen3-coder", True, call, tools=(Tool("f", "", node, is_strict),))
+
+    assert accepted('[{"size": 2, "children": [{"size": 3, "children": []}]}]')
+    assert not accepted("[[]]")
+
+
 def test_definitions_that_many_parameters_refer_to_are_refused():
     parameters = {
         "type": "object",
