@@ -121,7 +121,10 @@ def _response_format(given: Mapping[str, Any], param: str) -> StructuredOutput |
             message = 'has no effect here; write {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
             raise refuse(message, f"{param}.{name}")
     if kind == "json_object":
-        wanted = [StructuredOutput(f"{param}.{name}", "json_schema", schema) for name, schema in schemas.items()]
+        wanted = [
+            StructuredOutput(f"{param}.{name}", "json_schema", schema, is_lenient=True)
+            for name, schema in schemas.items()
+        ]
         return only_one(wanted) or StructuredOutput(param, "json_object")
     if kind == "structural_tag":
         return StructuredOutput(param, "structural_tag", {key: part for key, part in given.items() if part is not None})

@@ -25,6 +25,13 @@ def test_a_schema_is_followed_as_far_as_it_can_be_unless_it_is_strict(strict, is
     assert wanted.is_lenient == is_lenient
 
 
+@pytest.mark.parametrize("name", ["schema", "value"])
+def test_a_schema_of_a_json_object_is_never_strict(name):
+    response_format = ResponseFormat(type="json_object", **{name: {}})
+    body = ChatCompletionRequest(messages=[ChatMessage(role="user", content="Hi")], response_format=response_format)
+    assert structured_output_of(body) == StructuredOutput(f"response_format.{name}", "json_schema", {}, is_lenient=True)
+
+
 def test_one_grammar_may_have_two_names() -> None:
     first, second = (StructuredOutput(param, "grammar", 'start: "a"') for param in ("guided_grammar", "grammar"))
     assert only_one([first, second]) is first
