@@ -4,6 +4,7 @@ Without a choice, UCX listens on every interface that it finds. ``UCX_NET_DEVICE
 and one that is set already is left alone: a host with several RDMA devices may want pages on all of them.
 """
 
+import array
 import contextlib
 import fcntl
 import ipaddress
@@ -19,7 +20,8 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "UCX_NET_DEVICES"
 INFINIBAND = Path("/sys/class/infiniband")
-_SIOCGIFADDR = 0x8915
+_SIOCGIFCONF = 0x8912
+_IFREQ_BYTES, _MAX_ADDRESSES = struct.calcsize("16sP16x"), 4096
 
 
 def restrict_to(host: str) -> None:
@@ -89,16 +91,21 @@ def _interface_of(host: str) -> str:
 
 def _interfaces_with(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[str]:
     """The interfaces of this machine that have this address, be it their first one or another."""
-    found: list[str] = []
     if address.version == 6:
         with contextlib.suppress(OSError):
             lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-            found = [name for digits, *_, name in lines if bytes.fromhex(digits) == address.packed]
-        return found
+            return [name for digits, *_, name in lines if bytes.fromhex(digits) == address.packed]
+        return []
+    with contextlib.suppress(OSError):
+        entries = [(entry[:16].rstrip(b"\0"), entry[20:24]) for entry in _ipv4_entries()]
+        return [os.fsdecode(label).partition(":")[0] for label, packed in entries if packed == address.packed]
+    return []
+
+
+def _ipv4_entries() -> list[bytes]:
+    """A struct ifreq for each address. Its name is the label of the address, such as ``eth0`` or ``eth0:1``."""
+    room = array.array("B", bytes(_MAX_ADDRESSES * _IFREQ_BYTES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            question = struct.pack("16sH2x4s232x", name.encode(), socket.AF_INET, address.packed)
-            with contextlib.suppress(OSError):  # it has none
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, question)  # the address in question, or the first one
-                found += [name] if answer[20:24] == address.packed else []
-    return found
+        answer = fcntl.ioctl(asked, _SIOCGIFCONF, struct.pack("iP", len(room), room.buffer_info()[0]))
+    num_bytes: int = struct.unpack("iP", answer)[0]
+    return [room[at : at + _IFREQ_BYTES].tobytes() for at in range(0, num_bytes, _IFREQ_BYTES)]

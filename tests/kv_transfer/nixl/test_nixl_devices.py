@@ -66,9 +66,11 @@ def test_an_ipv6_address_belongs_to_an_interface_too() -> None:
 
 def test_an_interface_is_found_by_any_of_its_addresses_but_lo_only_by_loopback_addresses() -> None:
     """Other machines reach other addresses of ``lo`` through other interfaces."""
-    code = "from kv_transfer.transports.nixl.devices import devices_of as d; print(d('127.0.0.2'), d('192.0.2.1'))"
-    shell = "ip addr add 127.0.0.1/8 dev lo && ip addr add 127.0.0.2/8 dev lo && ip addr add 192.0.2.1 dev lo || exit 9"
-    words = ["unshare", "--map-root-user", "--net", "sh", "-c", f'{shell}; exec "$0" -c "$1"', sys.executable, code]
+    code = "from kv_transfer.transports.nixl.devices import *; import sys; print(*map(devices_of, sys.argv[1:]))"
+    added = ["127.0.0.1/8", "127.0.0.2/8", "127.0.0.3/8 label lo:1", "192.0.2.1/32"]
+    shell = " && ".join(f"ip addr add dev lo {address}" for address in added) + ' || exit 9; exec "$@"'
+    python = [sys.executable, "-c", code, "127.0.0.2", "127.0.0.3", "192.0.2.1"]
+    words = ["unshare", "--map-root-user", "--net", "sh", "-c", shell, "sh", *python]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         found = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
@@ -76,7 +78,7 @@ def test_an_interface_is_found_by_any_of_its_addresses_but_lo_only_by_loopback_a
         pytest.skip("no unshare here")
     if found.returncode == 9 or found.stderr.startswith("unshare:"):
         pytest.skip("this system lets no process make a network namespace, or has no command ip")
-    assert found.stdout == "['lo'] []\n", found.stderr
+    assert found.stdout == "['lo'] ['lo'] []\n", found.stderr
 
 
 def test_ucx_is_restricted_to_the_interface_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
