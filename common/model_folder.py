@@ -78,7 +78,7 @@ def _fetch(hub_id: str, revision: str | None, patterns: Sequence[str], flag: str
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they are no log lines
     import huggingface_hub  # only for hub ids: it takes a while to load
     from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined] # of its HTTP library
 
     log.info("fetching %s from the hub or its local cache", hub_id)
     try:
@@ -86,10 +86,19 @@ def _fetch(hub_id: str, revision: str | None, patterns: Sequence[str], flag: str
             hub_id, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(OTHER_WEIGHTS)
         )
         return Path(found)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        is_refused = HF_HUB_OFFLINE or isinstance(error, HFValidationError) or status in REFUSALS
+        is_refused = HF_HUB_OFFLINE or isinstance(error, HFValidationError) or _status(error) in REFUSALS
         raise (ConfigError if is_refused else FetchError)(
             f"{flag}{hub_id}: neither a local folder nor available from the hub or its local cache ({reason})"
         ) from error
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The status of the answer that an error, or a cause of it, is about."""
+    while error is not None:
+        status: int | None = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None:
+            return status
+        error = error.__cause__
+    return None

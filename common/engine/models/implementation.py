@@ -16,7 +16,7 @@ from common.engine.models.protocol import CausalModel
 from common.engine.models.transformers_impl.config import TESTED, TransformersConfig
 from common.engine.tensor_parallel.group import RankGroup
 from common.engine.tensor_parallel.shard import WHOLE_MODEL, Shard, check_divisible
-from common.errors import ConfigError, UnsupportedModelError
+from common.errors import ConfigError, FetchError, UnsupportedModelError
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def load_config(source: ModelSource) -> BaseModelConfig:
             has_dummy_weights=source.has_dummy_weights,
         )
     except ConfigError as error:
-        if not native_refusal:
+        if not native_refusal or isinstance(error, FetchError):
             raise
         raise UnsupportedModelError(f"{native_refusal}. Nor can transformers compute it: {error}") from error
     if native_refusal:

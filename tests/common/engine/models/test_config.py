@@ -16,6 +16,7 @@ import torch
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
@@ -27,7 +28,8 @@ from common.engine.factory import load_executor
 from common.engine.models.config import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
 from common.engine.models.implementation import ModelSource, load_config
 from common.engine.models.layers import inverse_frequencies
-from common.errors import ConfigError, UnsupportedModelError
+from common.engine.models.transformers_impl.config import TransformersConfig
+from common.errors import ConfigError, FetchError, UnsupportedModelError
 
 
 @pytest.fixture
@@ -344,10 +346,20 @@ def answer(status: int) -> Any:
     return SimpleNamespace(status_code=status, headers={}, request=None)
 
 
+def not_in_the_cache(cause: Exception | None = None) -> Exception:
+    """The error of the library after one that it does not pass on."""
+    error = LocalEntryNotFoundError("no connection, and nothing in the cache")
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "exit_status"),
     [
-        (LocalEntryNotFoundError("no connection, and nothing in the cache"), 1),
+        (not_in_the_cache(), 1),
+        (HTTPError("the connection broke, nothing in the cache"), 1),
+        (not_in_the_cache(HfHubHTTPError("the hub is down", response=answer(503))), 1),
+        (not_in_the_cache(HfHubHTTPError("forbidden", response=answer(403))), 2),
         (OSError(errno.ENOSPC, "no space left: nothing in the cache"), 1),
         (HfHubHTTPError("the hub is down: nothing in the cache", response=answer(503)), 1),
         (RepositoryNotFoundError("no such model, nothing in the cache", response=answer(404)), 2),
@@ -364,6 +376,18 @@ def test_only_a_hub_id_that_the_hub_refuses_is_a_mistake(
     with pytest.raises(ConfigError, match=r"--model someone/model: neither a local folder.*nothing in the ca") as found:
         ModelConfig.load("someone/model")
     assert found.value.exit_status == exit_status
+
+
+def test_a_hub_that_fails_before_the_code_of_a_model_is_fetched_does_not_refuse_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(error: ConfigError) -> Any:
+        raise error
+
+    monkeypatch.setattr(ModelConfig, "load", lambda *_, **__: fail(UnsupportedModelError("unknown to Baton")))
+    monkeypatch.setattr(TransformersConfig, "load", lambda *_, **__: fail(FetchError("no connection")))
+    with pytest.raises(FetchError, match="no connection"):
+        load_config(ModelSource("someone/model"))
 
 
 def test_weights_that_a_repository_has_twice_are_fetched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
