@@ -104,7 +104,9 @@ def _waits_for_room(flight: InFlightRequest) -> bool:
     pool, registry = flight.pool, flight.pool.registry
     if flight.backoff is not None or flight.queued is None or pool.queue.is_stranded(flight.queued):
         return False
-    has_nodes = registry.is_ready and bool(registry.decodes)
+    assert flight.recovery is not None
+    revision, (_, decodes) = flight.recovery.revision, registry.able(flight.stream.request.adapter)
+    has_nodes = registry.is_ready and any(revision in ("", node.revision) for node in decodes)
     return has_nodes and pool.router.dispatch_capacity(registry.prefills, registry.decodes) <= 0
 
 

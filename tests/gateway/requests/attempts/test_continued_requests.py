@@ -4,7 +4,7 @@ import pytest
 from support.gateway.fake_nodes import PADDED_VOCAB
 from support.gateway.played_cluster import PlayedCluster, Text, output_of, token_of
 
-from common.errors import ErrorCode
+from common.errors import ErrorCode, RequestError
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.wire.messages import Abort, Failed, Generate, Move, Moved, Tokens
 from common.wire.packed_logprobs import pack_logprobs
@@ -343,6 +343,37 @@ def test_a_turn_at_full_nodes_does_not_count_towards_the_recovery_timeout() -> N
     cluster.check_idle()
 
 
+def test_a_request_does_not_wait_for_room_on_nodes_that_are_too_small_for_it() -> None:
+    cluster = PlayedCluster(prefills=1, decodes=0, max_dispatch_ahead=0, recovery_timeout=60.0)
+    cluster.start("decode", "decode-large", num_pages=64, max_running=1)
+    stream = cluster.come("a", max_new=500)
+    cluster.prefill("a")
+    cluster.start("decode", "decode-small", num_pages=8, max_running=1)
+    cluster.lose(cluster.node_of("decode", "a"))
+    cluster.come("b")
+    for _ in range(7):
+        cluster.wait(10.0)
+    assert "no pair of nodes with room for it" in stream.error.message
+    cluster.finish("b")
+    cluster.check_idle()
+
+
+def test_a_request_does_not_wait_for_room_on_nodes_with_other_weights() -> None:
+    cluster = PlayedCluster(prefills=1, decodes=0, max_dispatch_ahead=0, recovery_timeout=60.0)
+    cluster.start("decode", "decode-old", max_running=1)
+    stream = cluster.come("a")
+    cluster.prefill("a")
+    cluster.start("prefill", "prefill-new", digest="d2")
+    cluster.start("decode", "decode-new", digest="d2", max_running=1)
+    cluster.come("b")
+    cluster.lose(cluster.node_of("decode", "a"))
+    for _ in range(7):
+        cluster.wait(10.0)
+    assert "no decode node with the weights that began the output" in stream.error.message
+    cluster.finish("b")
+    cluster.check_idle()
+
+
 def test_a_request_that_fits_no_other_node_ends_with_an_error_unless_a_large_one_comes_back() -> None:
     for comes_back in (True, False):
         cluster = PlayedCluster(decodes=0, recovery_timeout=10.0)
@@ -379,9 +410,9 @@ def test_an_output_that_no_prefill_node_can_hold_is_continued_by_a_decode_node_a
     cluster.check_idle()
 
 
-def take_over(cluster: PlayedCluster) -> OutputStream:
+def take_over(cluster: PlayedCluster, *, timeout_s: float = 1e9) -> OutputStream:
     """A request of which another gateway has 20 of 30 tokens."""
-    request = GenerateRequest("a", "a", (1, 2, 3), SamplingParams(max_new_tokens=30), "tiny", timeout_s=1e9)
+    request = GenerateRequest("a", "a", (1, 2, 3), SamplingParams(max_new_tokens=30), "tiny", timeout_s=timeout_s)
     stream = OutputStream(request, 0, Text, lambda s: None, cluster.clock.now())
     stream.on_tokens(Tokens("a", 0, 0, tuple(token_of(request.prompt, i) for i in range(20))), cluster.clock.now())
     cluster.dispatcher.dispatch([stream])
@@ -404,6 +435,20 @@ def test_an_output_of_another_gateway_goes_before_requests_without_a_token_and_i
     cluster.finish("urgent")
     assert stream.ids == output_of(stream)
     cluster.check_idle()
+
+
+def test_an_output_of_another_gateway_is_not_refused_for_its_deadline() -> None:
+    cluster = PlayedCluster(prefills=1, decodes=0, max_dispatch_ahead=0)
+    cluster.start("decode", "decode-0", max_running=1)
+    served = [f"served{i}" for i in range(16)]
+    cluster.come(*served)
+    for rid in served:
+        cluster.wait(1.0)
+        cluster.finish(rid)
+    cluster.come(*(f"waits{i}" for i in range(6)))
+    with pytest.raises(RequestError, match="its deadline of 5 s is too early"):
+        cluster.come("b", timeout_s=5.0)
+    assert not take_over(cluster, timeout_s=5.0).is_ended
 
 
 def test_an_output_of_another_gateway_is_continued_even_if_no_prefill_node_can_hold_it() -> None:
