@@ -295,6 +295,8 @@ class GenerateApp:
         if identity is not None:
             if (repeated := self._repeated(identity, body)) is not None:
                 return repeated  # it came again meanwhile, and nodes that are asked for its outputs would end them
+            if tenant:
+                services.quotas.check(tenant, services.clock.now(), count=len(requests))  # while nodes keep the outputs
             requests = with_key(requests, identity, draws_seed=partial(draws_seed, body))
             known = await self._retries.take_over(model, requests)
             if (repeated := self._repeated(identity, body)) is not None:
@@ -369,7 +371,8 @@ class GenerateApp:
         running = [output for output in streams if not output.is_ended] if kept else streams
         tenant, now = streams[0].request.tenant, services.clock.now()
         if tenant:
-            services.quotas.admit(tenant, len(streams), sum(charge(output.request) for output in streams), now)
+            tokens, is_continued = sum(charge(output.request) for output in streams), any(o.ids for o in streams)
+            services.quotas.admit(tenant, len(streams), tokens, now, is_continued=is_continued)
         try:
             if running:
                 services.dispatcher.dispatch(running)

@@ -95,14 +95,18 @@ class Quotas:
             message = f"the tenant {tenant} has used its quota of {quota.tokens_per_minute} tokens per minute"
             raise _too_much(message, account.payable_in_s(now))
 
-    def admit(self, tenant: str, count: int, tokens: int, now: float) -> None:
+    def admit(self, tenant: str, count: int, tokens: int, now: float, *, is_continued: bool = False) -> None:
         """Count the outputs of a request and the tokens of its prompts and predicted outputs in, or refuse it.
+
+        Args:
+            is_continued: another gateway has accepted them. They are counted in even beyond the quota.
 
         Raises RequestError: as ``check``.
         """
         if not tenant:
             return
-        self.check(tenant, now, count=count)
+        if not is_continued:
+            self.check(tenant, now, count=count)
         account = self._account(tenant, now)
         account.in_flight.admit(count, max_running=1 << 31, now=now)
         account.charge(tokens, now)

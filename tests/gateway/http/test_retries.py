@@ -237,6 +237,40 @@ async def test_an_output_of_another_gateway_is_continued_although_as_many_reques
         assert (await post(stack, COMPLETIONS, new))[0] == 429
 
 
+async def test_an_output_of_another_gateway_that_exceeds_a_quota_stays_with_the_nodes(folder):
+    async with running(folder, tenant_header=True, tenant_quotas=("alice:requests=2",)) as stack:
+        _, decode = await stack.silent_pair()
+        alice = KEY | {"x-baton-tenant": "alice"}
+        await begin_stream(stack, **alice)
+        asked = len(finds(decode))
+        body = {"prompt": "y", "max_tokens": 9, "n": 2}
+        assert (await post(stack, COMPLETIONS, body, **alice | {"Idempotency-Key": "two"}))[0] == 429
+        assert len(finds(decode)) == asked
+
+
+async def test_an_output_that_the_nodes_have_given_up_is_continued_beyond_a_quota(folder, monkeypatch):
+    async with running(folder, tenant_header=True, tenant_quotas=("alice:requests=1",)) as stack:
+        _, decode = await stack.silent_pair()
+        body = json.dumps(STREAM).encode()
+        decode.kept = [KeptOutput(f"{identify(COMPLETIONS, body, 'alice', 'one', None).digest}-0", ids_of("abc"))]
+        take_over = Retries.take_over
+
+        async def slow(*args):
+            outputs = await take_over(*args)
+            stack.gateway._quotas.admit("alice", 1, 0, 0.0)  # another request has come meanwhile
+            return outputs
+
+        monkeypatch.setattr(Retries, "take_over", slow)
+        headers = KEY | {"Content-Type": "application/json", "x-baton-tenant": "alice"}
+        async with stack.client.post(stack.url + COMPLETIONS, data=body, headers=headers) as answer:
+            assert answer.status == 200
+            assert (await anext(events(answer)))["choices"][0]["text"] == "abc"
+
+
+def finds(node):
+    return [message for message in node.received if isinstance(message, Find)]
+
+
 def pauses(node):
     return [message.is_paused for message in node.received if isinstance(message, SetPaused)]
 
