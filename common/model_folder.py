@@ -78,7 +78,7 @@ def _fetch(hub_id: str, revision: str | None, patterns: Sequence[str], flag: str
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they are no log lines
     import huggingface_hub  # only for hub ids: it takes a while to load
     from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined] # of its HTTP library
+    from huggingface_hub.errors import HFValidationError
 
     log.info("fetching %s from the hub or its local cache", hub_id)
     try:
@@ -86,7 +86,7 @@ def _fetch(hub_id: str, revision: str | None, patterns: Sequence[str], flag: str
             hub_id, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(OTHER_WEIGHTS)
         )
         return Path(found)
-    except (HTTPError, HFValidationError, OSError) as error:
+    except Exception as error:  # of the hub, of the HTTP library that it has, or of the disk
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         is_refused = HF_HUB_OFFLINE or isinstance(error, HFValidationError) or _status(error) in REFUSALS
         raise (ConfigError if is_refused else FetchError)(

@@ -73,7 +73,10 @@ baton_finds() { # could pip install this?
 baton_install() {
     local base began=$SECONDS requirements stale
     if ! "$baton_python" -c 'import pip' 2> /dev/null; then
-        baton_meets "$baton_python" && return # it is of another tool, such as uv
+        if baton_meets "$baton_python"; then # it is of another tool, such as uv
+            readlink -f "$baton_python" > "$baton_stamp"
+            return
+        fi
         base=$(baton_new_python) || exit 1
         [ -e "$baton_venv/pyvenv.cfg" ] || [ -z "$(ls -A "$baton_venv" 2> /dev/null)" ] || baton_fail \
             "$baton_venv has other files than those of an environment: empty it, or name another folder as BATON_VENV"

@@ -33,7 +33,7 @@ def restrict_to(host: str) -> None:
     devices = devices_of(host)
     if not devices:
         log.warning(
-            "no interface but perhaps lo has the address %s of pages: UCX uses every one, unless %s is set",
+            "no interface other than lo has the address %s of pages: UCX uses all interfaces, unless %s is set",
             host,
             VARIABLE,
         )

@@ -99,7 +99,7 @@ def test_a_choice_of_the_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_address_that_no_interface_has_restricts_nothing(caplog: pytest.LogCaptureFixture) -> None:
     restrict_to("192.0.2.1")
     assert VARIABLE not in os.environ
-    assert "no interface but perhaps lo has the address 192.0.2.1" in caplog.text
+    assert "no interface other than lo has the address 192.0.2.1" in caplog.text
 
 
 def test_a_back_end_that_is_not_installed_is_refused_with_those_that_are() -> None:
