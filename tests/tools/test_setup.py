@@ -24,6 +24,30 @@ def command(*words: str, folder: Path, **variables: str) -> "subprocess.Complete
     return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=180)
 
 
+def tools_alone(folder: Path, **scripts: str) -> Path:
+    """A folder for PATH with what ``setup.sh`` calls and with these scripts, by name."""
+    tools = folder / "bin"
+    tools.mkdir()
+    for name in ("bash", "cat", "cksum", "dirname", "flock", "ls", "readlink", "rm"):
+        (tools / name).symlink_to(shutil.which(name))
+    for name, text in scripts.items():
+        write_script(tools / name, text)
+    return tools
+
+
+def write_script(file: Path, text: str) -> None:
+    file.write_text(f"#!/bin/bash\n{text}\n")
+    file.chmod(0o755)
+
+
+def found_python(folder: Path, tools: Path) -> str:
+    """The interpreter that ``setup.sh`` finds with these tools alone, and without an active environment."""
+    words = ("bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo "$baton_python"')
+    found = command(*words, folder=folder, PATH=str(tools), VIRTUAL_ENV="", CONDA_PREFIX="")
+    assert found.stderr == ""
+    return found.stdout.strip()
+
+
 def test_an_active_environment_that_meets_the_requirements_is_used(tmp_path):
     found = command("bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo "$baton_python"', folder=tmp_path)
     assert found.stdout.strip() == f"{sys.prefix}/bin/python"
@@ -46,14 +70,7 @@ def test_commands_work_from_a_folder_with_packages_of_the_same_names(tmp_path):
 
 
 def test_an_old_python_is_refused_with_what_to_install(tmp_path):
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name in ("bash", "cat", "cksum", "dirname", "flock", "readlink"):
-        found = subprocess.run(["bash", "-c", f"command -v {name}"], capture_output=True, text=True).stdout.strip()
-        (tools / name).symlink_to(found)
-    old = tools / "python3"
-    old.write_text("#!/bin/bash\nexit 1\n")
-    old.chmod(0o755)
+    tools = tools_alone(tmp_path, python3="exit 1")
     ended = command(str(ROOT / "scripts" / "serve"), folder=tmp_path, PATH=str(tools), VIRTUAL_ENV="")
     assert ended.returncode == 1
     assert "Python 3.11 or newer is needed" in ended.stderr
@@ -61,15 +78,10 @@ def test_an_old_python_is_refused_with_what_to_install(tmp_path):
 
 
 def test_a_folder_with_other_files_is_not_cleared_for_an_environment(tmp_path):
-    tools, mine = tmp_path / "bin", tmp_path / "venv" / "mine"
-    for folder in (tools, mine.parent):
-        folder.mkdir()
+    mine = tmp_path / "venv" / "mine"
+    mine.parent.mkdir()
     mine.touch()
-    for name in ("bash", "cat", "cksum", "dirname", "flock", "ls", "readlink"):
-        (tools / name).symlink_to(shutil.which(name))
-    bare = tools / "python3"  # lacks packages
-    bare.write_text('#!/bin/bash\ncase $1 in -I) exit 1 ;; -m) : > "$0.made" ;; esac\n')
-    bare.chmod(0o755)
+    tools = tools_alone(tmp_path, python3='case $1 in -I) exit 1 ;; -m) : > "$0.made" ;; esac')  # lacks packages
     ended = command(str(ROOT / "scripts" / "serve"), folder=tmp_path, PATH=str(tools), VIRTUAL_ENV="", CONDA_PREFIX="")
     assert ended.returncode == 1
     assert f"{mine.parent} has other files than those of an environment" in ended.stderr
@@ -77,21 +89,16 @@ def test_a_folder_with_other_files_is_not_cleared_for_an_environment(tmp_path):
 
 
 def test_an_environment_is_checked_again_once_its_python_is_another_one(tmp_path):
-    tools, python = tmp_path / "bin", tmp_path / "venv" / "bin" / "python"
-    for folder in (tools, python.parent):
-        folder.mkdir(parents=True)
-    for name in ("bash", "cat", "cksum", "dirname", "flock", "readlink", "rm"):
-        (tools / name).symlink_to(shutil.which(name))
-    for name, status in (("python3", 1), ("python3.11", 0), ("python3.12", 0)):  # the first lacks packages
-        (tools / name).write_text(f'#!/bin/bash\n: > "{tmp_path}/called"\nexit {status}\n')
-        (tools / name).chmod(0o755)
+    called, python = tmp_path / "called", tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    tools = tools_alone(tmp_path, python3="exit 1")  # lacks packages
+    for name in ("python3.11", "python3.12"):
+        write_script(tools / name, f': > "{called}"')
 
     def is_checked() -> bool:
-        (tmp_path / "called").unlink(missing_ok=True)
-        words = ("bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo "$baton_python"')
-        found = command(*words, folder=tmp_path, PATH=str(tools), VIRTUAL_ENV="", CONDA_PREFIX="")
-        assert found.stdout.strip() == str(python), found
-        return (tmp_path / "called").exists()
+        called.unlink(missing_ok=True)
+        assert found_python(tmp_path, tools) == str(python)
+        return called.exists()
 
     python.symlink_to(tools / "python3.11")
     assert [is_checked(), is_checked()] == [True, False]
@@ -101,18 +108,14 @@ def test_an_environment_is_checked_again_once_its_python_is_another_one(tmp_path
 
 
 def test_an_environment_without_pip_that_meets_the_requirements_is_not_cleared(tmp_path):
-    tools, python = tmp_path / "bin", tmp_path / "venv" / "bin" / "python"
-    for folder in (tools, python.parent):
-        folder.mkdir(parents=True)
-    for name in ("bash", "cat", "cksum", "dirname", "flock", "readlink", "rm"):
-        (tools / name).symlink_to(shutil.which(name))
-    (tools / "python3").write_text("#!/bin/bash\nexit 1\n")
-    python.write_text('#!/bin/bash\n[ "$1" != -c ]\n')  # as uv makes it
-    for script in (tools / "python3", python):
-        script.chmod(0o755)
-    words = ("bash", "-c", f'. "{ROOT}/scripts/setup.sh"; echo "$baton_python"')
-    found = command(*words, folder=tmp_path, PATH=str(tools), VIRTUAL_ENV="", CONDA_PREFIX="")
-    assert (found.stdout.strip(), found.stderr) == (str(python), "")
+    called, python = tmp_path / "called", tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    write_script(python, f': > "{called}"; [ "$1" != -c ]')  # as uv makes it
+    tools = tools_alone(tmp_path, python3="exit 1")
+    assert found_python(tmp_path, tools) == str(python)
+    called.unlink()
+    assert found_python(tmp_path, tools) == str(python)
+    assert not called.exists(), "it was checked again"
 
 
 def test_versions_are_compared_by_number():
