@@ -75,7 +75,7 @@ class RequestQueue:
 
     def first(self, count: int, now: float) -> Sequence[Request]:
         """The next ``count`` requests in order. They stay in the queue until they are removed."""
-        recovered = self._able(self._recovered)
+        recovered = self.order.by_priority(self._able(self._recovered))
         if len(recovered) >= count:
             return recovered[:count]
         return [*recovered, *self.order.sort(self._able(self._waiting), now)[: count - len(recovered)]]

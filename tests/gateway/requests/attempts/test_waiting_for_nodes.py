@@ -17,6 +17,19 @@ def test_a_recovered_request_goes_before_those_that_have_not_been_sent() -> None
     assert [message.rid for message in cluster.work[node]] == rids
 
 
+def test_the_most_urgent_of_several_recovered_requests_goes_first() -> None:
+    cluster = PlayedCluster(prefills=1, decodes=1, enable_priority_scheduling=True, max_dispatch_ahead=0)
+    for rid in "abcd":
+        cluster.come(rid, priority=1)
+    cluster.come("urgent", priority=5)
+    cluster.come("changed", priority=1)
+    lost = cluster.node_of("decode", "a")
+    cluster.lose(lost)
+    cluster.dispatcher.change_priority("changed", 9)
+    node = cluster.start("decode", "decode-9", max_running=3)
+    assert [message.rid for message in cluster.work[node]] == ["changed", "urgent", "a"]
+
+
 def test_without_a_node_a_request_waits_and_then_ends_with_what_was_lacking() -> None:
     cluster = PlayedCluster(decodes=1, recovery_timeout=10.0)
     stream = cluster.come("a")
