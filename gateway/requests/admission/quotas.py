@@ -127,9 +127,9 @@ class Quotas:
                 del self._accounts[tenant]  # it says nothing, and must not displace an account with limits
 
     def settle(self, stream: OutputStream) -> None:
-        """Replace the expected cost of an ended output by its real one."""
+        """Replace the expected cost of an ended output by its real one, which is 0 if no node has got the request."""
         request = stream.request
-        tokens = len(request.prompt) + len(stream.ids)
+        tokens = len(request.prompt) + len(stream.ids) if stream.num_attempts or stream.ids else 0
         now, in_flight_s = stream.ended_at, stream.ended_at - stream.started_at
         self.ended(request.tenant, charged=charge(request), tokens=tokens, now=now, in_flight_s=in_flight_s)
 

@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from common.config.tenancy import Quota, parse_quotas
 from common.errors import ConfigError, ErrorCode, RequestError
-from gateway.requests.admission.quotas import MAX_IDLE_TENANTS, Quotas
+from common.sampling_params import SamplingParams
+from gateway.requests.admission.quotas import MAX_IDLE_TENANTS, Quotas, charge
+from gateway.requests.input.generate_request import GenerateRequest
+from gateway.requests.output_processor import OutputStream
 
 
 def refused(quotas, tenant="a", count=1, tokens=0, now=0.0):
@@ -79,6 +82,20 @@ def test_a_refused_request_costs_nothing():
     quotas.admit("a", 1, 60, 0.0)
     quotas.ended("a", charged=60, tokens=0, now=0.0)
     quotas.admit("a", 1, 60, 0.0)
+
+
+@pytest.mark.parametrize("code", [ErrorCode.QUEUE_FULL, ErrorCode.NO_ROUTE, ErrorCode.DEADLINE_EXCEEDED])
+def test_a_request_that_ends_before_a_node_gets_it_costs_nothing(code):
+    quotas = Quotas({"a": Quota(tokens_per_minute=60)})
+    request = GenerateRequest("r", "r", (1,) * 60, SamplingParams(max_new_tokens=5), tenant="a")
+    stream = OutputStream(request, 0, lambda: None, lambda stream: None, 0.0)
+    quotas.admit("a", 1, charge(request), 0.0)
+    stream.fail(RequestError(code, "it has waited in the queue"), 0.0)
+    quotas.settle(stream)
+    quotas.admit("a", 1, charge(request), 0.0)
+    stream.num_attempts = 1
+    quotas.settle(stream)
+    refused(quotas)
 
 
 def test_the_star_applies_to_each_unnamed_tenant_alone():
