@@ -481,7 +481,8 @@ class Dispatcher:
         if flight.recovery is not None:
             self._further.drop(stream.request.rid)
         is_served = stream.sent_at and (stream.error is None or stream.error.code is ErrorCode.DEADLINE_EXCEEDED)
-        served_s = stream.ended_at - stream.sent_at if is_served and not flight.was_paused else None
+        is_typical = not flight.was_paused and flight.recovery is None  # else it has waited for its client or nodes
+        served_s = stream.ended_at - stream.sent_at if is_served and is_typical else None
         if flight.is_paused:
             pool.admission.set_paused(is_paused=False)
         pool.admission.release(stream.ended_at, served_s=served_s, num_tokens=len(stream.ids))

@@ -108,7 +108,8 @@ class Admission:
         """One request has ended.
 
         Args:
-            served_s: seconds from being sent to its end; None if it was not served to its end, or was paused.
+            served_s: seconds from being sent to its end; None if it was not served to its end, was paused, or needed
+                further attempts.
             num_tokens: of its output.
         """
         assert self.num_in_flight > 0

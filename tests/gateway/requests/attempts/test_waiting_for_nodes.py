@@ -145,3 +145,23 @@ def test_a_request_that_fits_no_other_node_ends_with_an_error_unless_a_large_one
             cluster.wait(10.1)
             assert "no pair of nodes with room for it" in stream.error.message
         cluster.check_idle()
+
+
+def test_a_time_without_nodes_says_nothing_about_how_long_nodes_take() -> None:
+    cluster = PlayedCluster(prefills=1, decodes=0, max_dispatch_ahead=0, recovery_timeout=60.0)
+    lost = cluster.start("decode", "decode-0", max_running=16)
+    rids = [f"r{i}" for i in range(16)]
+    cluster.come(*rids)
+    cluster.lose(lost)
+    cluster.wait(50.0)
+    cluster.start("decode", "decode-1", max_running=16)
+    for rid in rids:
+        cluster.finish(rid)
+    cluster.come(*[f"busy{i}" for i in range(16)])
+    streams = [cluster.come(rid, timeout_s=20.0) for rid in ("waits", "waits too")]
+    for i in range(16):
+        cluster.finish(f"busy{i}")
+    for stream in streams:
+        cluster.finish(stream.request.rid)
+        assert stream.ids == output_of(stream)
+    cluster.check_idle()
