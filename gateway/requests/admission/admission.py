@@ -172,7 +172,7 @@ def _seconds_served(in_flight: Iterable[OutputStream]) -> float | None:
     estimates = []
     for stream in islice(in_flight, MAX_ESTIMATED):
         num_tokens, request = len(stream.ids), stream.request
-        if num_tokens > 1:
+        if num_tokens > 1 and stream.sent_at:  # else another gateway has begun it, and it waits here
             num_left = request.expected_output - num_tokens
             if num_left <= 0:
                 num_left = min(num_tokens, request.sampling.max_new_tokens - num_tokens)

@@ -323,6 +323,21 @@ def test_an_output_of_another_gateway_is_not_refused_for_its_deadline() -> None:
     assert not take_over(cluster, timeout_s=5.0).is_ended
 
 
+def test_an_output_of_another_gateway_that_waits_says_nothing_about_how_long_nodes_take() -> None:
+    cluster = PlayedCluster(prefills=1, decodes=0, max_dispatch_ahead=0, max_queued_requests=1)
+    cluster.start("decode", "decode-0", max_running=1)
+    cluster.wait(1_000.0)  # for which the gateway has run
+    cluster.come("first", max_new=3)
+    cluster.wait(1.0)
+    cluster.prefill("first")
+    cluster.wait(1.0)
+    cluster.decode("first")
+    take_over(cluster)
+    with pytest.raises(RequestError) as caught:
+        cluster.come("b")
+    assert caught.value.retry_after_s == 3.0  # the first one has taken 2 s, and has 1 of 3 tokens left
+
+
 def test_an_output_of_another_gateway_is_continued_even_if_no_prefill_node_can_hold_it() -> None:
     cluster = PlayedCluster(prefills=0, decodes=1)
     cluster.start("prefill", "prefill-small", num_pages=1)
