@@ -1,9 +1,9 @@
 """Reasoning formats by name: how models divide their reasoning from the answer behind it. Pure.
 
 Models write their reasoning first, between ``<think>`` and ``</think>`` (DeepSeek-R1, Qwen 3; documented in their model
-cards and chat templates), or in a channel of its own (gpt-oss). Some chat templates put the start marker at the end of
-the prompt, so an output may begin inside the reasoning. Only the first block of reasoning counts; markers that come
-later are text of the answer.
+cards and chat templates), between ``[THINK]`` and ``[/THINK]`` (Magistral), or in a channel of its own (gpt-oss). Some
+chat templates put the start marker at the end of the prompt, so an output may begin inside the reasoning. Only the
+first block of reasoning counts; markers that come later are text of the answer.
 """
 
 import re
@@ -128,6 +128,7 @@ _THINK = ("<think>", "</think>")
 _FORMATS = (
     ReasoningFormat("deepseek-r1", *_THINK, is_always_open=True),
     ReasoningFormat("qwen3", *_THINK),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     HarmonyReasoning("gpt-oss", f"{CHANNEL}analysis{MESSAGE}", END),
 )
 #: Names that SGLang or vLLM use for the same format.
@@ -144,9 +145,9 @@ _ALIASES = {
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
     """The format of a ``--reasoning-parser``, or None.
 
-    ``none`` is no format. ``auto`` decides from the chat template: one with harmony's channels means ``gpt-oss``; one
-    with ``<think>`` means ``qwen3`` if a variable of the template turns thinking on or off, and ``deepseek-r1``
-    otherwise; any other has no format. Other names are those of a format, or the name that SGLang or vLLM has for it.
+    ``none`` is no format. ``auto`` decides from the chat template: one with harmony's channels means ``gpt-oss``, one
+    with ``[THINK]`` ``mistral``, one with ``<think>`` or ``</think>`` ``qwen3``; any other has no format. Other names
+    are those of a format, or the name that SGLang or vLLM has for it.
 
     Raises ConfigError: there is no such format.
     """
@@ -167,6 +168,7 @@ def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
 def _named_by(template: str) -> str:
     if CHANNEL in template and MESSAGE in template:
         return "gpt-oss"
-    if "<think>" not in template and "</think>" not in template:
-        return ""
-    return "qwen3" if re.search(r"\b(enable_)?thinking\b", template) else "deepseek-r1"
+    if "[THINK]" in template:
+        return "mistral"
+    # Templates of models that never reason remove <think> and </think> from earlier turns, too.
+    return "qwen3" if any(marker in template for marker in _THINK) else ""

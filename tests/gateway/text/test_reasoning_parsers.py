@@ -28,6 +28,20 @@ def test_reasoning_and_answer_without_the_line_breaks_between_them(tokens):
     assert parsed("qwen3", text.removeprefix("<think>"), is_open=True, tokens=tokens) == expected
 
 
+def test_reasoning_between_the_markers_of_magistral():
+    expected = [ReasoningPiece("Two and two."), TextPiece("It is 4.")]
+    assert parsed("mistral", "[THINK]Two and two.[/THINK]It is 4.", tokens=("[THINK]", "[/THINK]")) == expected
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ content.split('</think>')[-1] }}", "{{ '<think>' + reasoning + '</think>' }}"]
+)
+def test_the_answer_of_a_model_whose_template_only_handles_earlier_reasoning_is_text(template):
+    format = reasoning_format("auto", template)
+    is_open = format.is_open_after("<|im_start|>assistant\n")
+    assert parsed(format.name, "It is 4.", is_open=is_open) == [TextPiece("It is 4.")]
+
+
 def test_an_output_without_a_start_marker_is_reasoning_only_if_it_is_open():
     assert parsed("qwen3", "4</think>5") == [TextPiece("4</think>5")]
     assert parsed("qwen3", "4</think>5", is_open=True) == [ReasoningPiece("4"), TextPiece("5")]
@@ -89,7 +103,8 @@ def test_names_and_aliases():
     [
         ("{{ '<think>\n' if enable_thinking }}", "qwen3"),
         ("{% if not thinking %}</think>{% endif %}", "qwen3"),
-        ("{{ content.split('</think>')[-1] }}", "deepseek-r1"),
+        ("{{ content.split('</think>')[-1] }}", "qwen3"),
+        ("{{ '[THINK]' + block['thinking'] + '[/THINK]' }}", "mistral"),
         ("<|start|>assistant<|channel|>final<|message|>", "gpt-oss"),
         ("{{ content }}", None),
     ],
