@@ -1,7 +1,7 @@
 """Decodes bodies strictly. All errors of decoding become a ``RequestError`` that names the field.
 
-A body is decoded once, straight into its struct. Only one with an unknown field is decoded again, to plain values:
-``_Cleaner`` drops what has no effect and refuses the rest.
+A body is decoded once, straight into its struct. Only one with an unknown field or a wrong number is decoded again, to
+plain values: ``_Cleaner`` drops what has no effect, makes integers such as ``8.0`` plain, and refuses the rest.
 """
 
 import difflib
@@ -78,7 +78,7 @@ def decode_with_extras(kind: type[Body], body: bytes, *, are_refused: bool = Fal
         try:
             decoded = msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
-            if "unknown field" not in str(error):
+            if "unknown field" not in str(error) and "got `float`" not in str(error):
                 raise
             plain = cleaner.cleaned(msgspec.json.decode(body), _described(kind), "")
             decoded = msgspec.convert(plain, kind, str_keys=True)
@@ -106,7 +106,15 @@ class _Cleaner:
         self.ignored: dict[str, None] = {}
 
     def cleaned(self, value: Any, kind: inspect.Type, path: str) -> Any:
-        """A plain value without the fields that the structs within ``kind`` do not declare."""
+        """A plain value without the fields that the structs within ``kind`` do not declare.
+
+        A number such as 256.0 is an integer where only integers are expected: JSON does not tell them apart, and
+        clients in languages without integers write them so.
+        """
+        if isinstance(value, float):
+            kinds = [type(option) for option in _options(kind)]
+            is_integer = value.is_integer() and inspect.IntType in kinds and inspect.FloatType not in kinds
+            return int(value) if is_integer else value
         if isinstance(value, list):
             items = next((option for option in _options(kind) if isinstance(option, inspect.ListType)), None)
             if items is None or not _has_structs(items.item_type):  # such as hundreds of thousands of token ids

@@ -85,6 +85,20 @@ def test_types_are_checked_in_bodies_with_extras_too():
     assert error.param == "messages[0].content"
 
 
+@pytest.mark.parametrize("extra", [{}, {"user": "me"}])
+def test_a_number_without_a_fraction_is_an_integer(extra):
+    request, _ = decoded(ChatCompletionRequest, {**CHAT, **extra, "max_tokens": 256.0, "seed": 1e3, "temperature": 1.0})
+    assert (request.max_tokens, request.seed, request.temperature) == (256, 1000, 1.0)
+    assert (type(request.max_tokens), type(request.seed), type(request.temperature)) == (int, int, float)
+    native, _ = decoded(NativeRequest, {"text": "a", "logprob_start_len": 1.0, "sampling_params": {"top_k": 8.0}})
+    assert (native.logprob_start_len, native.sampling_params.top_k) == (1, 8)
+
+
+@pytest.mark.parametrize("value", [8.5, 0.0, 1e300])
+def test_other_numbers_are_no_count(value):
+    assert refused(ChatCompletionRequest, {**CHAT, "max_tokens": value}).param == "max_tokens"
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "param", "hint"),
     [
