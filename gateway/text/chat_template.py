@@ -471,7 +471,7 @@ def _content(message: ChatMessage, param: str) -> str:
     if isinstance(content, list):
         return "\n".join(_part_text(part, f"{param}.content[{i}]") for i, part in enumerate(content))
     if content is None:
-        if message.role != "assistant":  # whose turn may consist of tool calls or a refusal alone
+        if message.role not in ("assistant", "tool"):  # a turn may be calls or a refusal alone, a tool without a result
             raise refuse("must be a string or text parts", f"{param}.content")
         return message.refusal or ""
     return content
@@ -507,11 +507,11 @@ class _Arguments(dict[str, Any]):
         return other + self._text
 
 
-def _arguments(given: str | dict[str, Any]) -> _Arguments:
+def _arguments(given: str | dict[str, Any] | None) -> _Arguments:
     """Arguments as templates expect them. Many refuse text that is no JSON object, such as arguments cut off."""
     if isinstance(given, dict):
         return _Arguments(given, _tojson(given))
-    text = given.strip() or "{}"
+    text = (given or "").strip() or "{}"
     try:
         parsed = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):

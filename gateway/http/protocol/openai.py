@@ -122,7 +122,7 @@ class FunctionCall(Extensible, kw_only=True):
     """``function`` of a tool call; the arguments are JSON text, as the answer gave them, or an object."""
 
     name: FunctionName
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = "{}"
 
 
 class ToolCall(Extensible, kw_only=True):

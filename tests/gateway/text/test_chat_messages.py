@@ -52,6 +52,7 @@ def test_the_arguments_of_earlier_calls_are_objects():
         {"id": "c4", "function": {"name": "find", "arguments": ""}},
         {"id": "c5", "function": {"name": "find", "arguments": "{a"}},
         {"id": "c6", "function": {"name": "find", "arguments": "[1]"}},
+        {"id": "c7", "function": {"name": "find", "arguments": None}},
     ]
     answer = {"role": "assistant", "tool_calls": calls, "refusal": None, "annotations": []}
     result = {"role": "tool", "tool_call_id": "c1", "name": "add", "content": [{"type": "text", "text": "1"}]}
@@ -67,10 +68,17 @@ def test_the_arguments_of_earlier_calls_are_objects():
                 {"type": "function", "function": {"name": "find", "arguments": {}}, "id": "c4"},
                 {"type": "function", "function": {"name": "find", "arguments": {"INVALID_JSON": "{a"}}, "id": "c5"},
                 {"type": "function", "function": {"name": "find", "arguments": {"INVALID_JSON": "[1]"}}, "id": "c6"},
+                {"type": "function", "function": {"name": "find", "arguments": {}}, "id": "c7"},
             ],
         },
         {"role": "tool", "content": "1", "name": "add", "tool_call_id": "c1"},
     ]
+
+
+def test_a_tool_may_have_no_result():
+    result = {"role": "tool", "tool_call_id": "c1", "content": None}
+    assert shown(USER, CALL_AND_RESULT[0], result)["messages"][2] == {**result, "content": ""}
+    assert refusal({"role": "user", "content": None}) == "messages[0].content"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +161,7 @@ def test_text_parts_are_joined_by_line_breaks_and_developers_are_the_system():
     ("message", "param"),
     [
         ({"role": "user", "content": None}, "messages[0].content"),
-        ({"role": "tool", "tool_call_id": "c1"}, "messages[0].content"),
+        ({"role": "system"}, "messages[0].content"),
         ({"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}, "messages[0].tool_calls"),
         ({"role": "user", "content": "a", "tool_call_id": "c1"}, "messages[0].tool_call_id"),
         ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].function_call"),
