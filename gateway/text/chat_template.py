@@ -286,7 +286,9 @@ def _rendered(
     single = _with_single_calls(messages)
     both = _with_joined_neighbours(single)
     tried = [messages]
-    for form in (_with_joined_neighbours(messages), single, both, _without_first_system(both)):
+    opened = _with_first_user(both)
+    forms = (_with_joined_neighbours(messages), single, both, _without_first_system(both), opened)
+    for form in (*forms, _without_first_system(opened)):
         if form not in tried:
             tried.append(form)
             with suppress(RequestError):
@@ -445,6 +447,14 @@ def _with_single_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
             groups.append([{**turn, "tool_calls": [call]}])
             by_call[call.get("id")] = groups[-1]
     return [message for group in groups for message in group]
+
+
+def _with_first_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put an empty user message before a greeting of the assistant, which the templates of Mistral and Gemma refuse."""
+    start = 1 if messages[0]["role"] == "system" else 0
+    if [message["role"] for message in messages[start : start + 1]] != ["assistant"]:
+        return list(messages)
+    return [*messages[:start], {"role": "user", "content": ""}, *messages[start:]]
 
 
 def _without_first_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

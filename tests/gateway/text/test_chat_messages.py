@@ -330,6 +330,21 @@ def test_a_system_message_begins_that_of_the_user_where_a_template_knows_no_such
     assert rendered(TWO_ROLES, {**system, "role": "developer"}, USER) == "Be brief\n\nHi"
 
 
+def test_an_empty_user_message_precedes_a_greeting_of_the_assistant_where_a_template_refuses_it():
+    """As those of Mistral and Gemma."""
+    template = ChatTemplate(
+        "{% set chat = messages[1:] if messages[0].role == 'system' else messages %}"
+        "{% for message in chat %}{% if message.role != ('user', 'assistant')[loop.index0 % 2] %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}<{{ message.content }}>{% endfor %}",
+        {},
+    )
+    system = {"role": "system", "content": "Be brief"}
+    assert rendered(template, ANSWER, USER) == "<><a><Hi>"
+    assert rendered(template, system, ANSWER, USER, USER) == "<><a><Hi\n\nHi>"
+    assert rendered(TWO_ROLES, system, ANSWER, USER) == "Be brief\n\naHi"
+    assert rendered(PLAIN, ANSWER, USER, add_generation_prompt=False) == "<assistant>a</><user>Hi</>"
+
+
 def test_a_variable_that_a_template_lacks_can_be_given():
     """As firefunction's, which shows functions that it takes from outside."""
     template = ChatTemplate("{{ functions + messages[0].content }}", {})
