@@ -337,16 +337,17 @@ def _check_chat(body: ChatBody) -> None:
 def _variables(body: ChatBody) -> dict[str, Any]:
     """What the template sees beside the messages; ``chat_template_kwargs`` override what other fields imply."""
     variables: dict[str, Any] = {}
-    choice, effort = None, None
+    choice, effort, thinking = None, None, None
     if isinstance(body, ChatCompletionRequest):
-        choice, effort = body.tool_choice, body.reasoning_effort
+        choice, effort, thinking = body.tool_choice, body.reasoning_effort, body.thinking
     if body.tools and choice != "none":
         variables["tools"] = [_plain_tool(field) for field in body.tools]
     if body.documents:
         variables["documents"] = body.documents
-    if effort is not None:
-        variables["enable_thinking"] = variables["thinking"] = effort != "none"  # of Qwen's and of DeepSeek's templates
-        if effort != "none":
+    if effort is not None or thinking is not None:
+        is_thinking = effort != "none" and (thinking is None or thinking.type != "disabled")
+        variables["enable_thinking"] = variables["thinking"] = is_thinking  # of Qwen's and of DeepSeek's templates
+        if is_thinking and effort is not None:
             variables["reasoning_effort"] = effort
     return {**variables, **(body.chat_template_kwargs or {})}
 

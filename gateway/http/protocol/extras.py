@@ -121,6 +121,6 @@ OTHER_NAMES = {
     "response_format": ("text.format", "output_config.format", "sampling_params.json_schema"),
     "reasoning_effort": ("reasoning.effort", "output_config.effort"),
     "reasoning": ("reasoning_effort", "output_config.effort"),
-    "thinking": ("reasoning_effort", "reasoning.effort"),
+    "thinking": ("reasoning.effort",),
     "parallel_tool_calls": ("tool_choice.disable_parallel_tool_use",),
 }

@@ -186,6 +186,12 @@ class ToolChoiceField(Extensible, kw_only=True):
     allowed_tools: AllowedTools | None = None
 
 
+class ThinkingSwitch(Extensible, kw_only=True):
+    """``thinking`` of a chat, as in the APIs of DeepSeek, Kimi and GLM."""
+
+    type: Literal["enabled", "disabled"]
+
+
 Tools = Annotated[list[ToolField], Meta(max_length=MAX_TOOLS)]
 ToolChoice = Literal["none", "auto", "required"] | ToolChoiceField
 
@@ -201,6 +207,7 @@ class ChatCompletionRequest(OpenAIRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     # Reasoning. ``thinking_token_budget`` is vLLM's name of ``thinking_budget``.
     reasoning_effort: ReasoningEffort | None = None
+    thinking: ThinkingSwitch | None = None
     thinking_budget: Count | None = None
     thinking_token_budget: Count | None = None
     include_reasoning: bool | None = None

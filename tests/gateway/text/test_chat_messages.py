@@ -380,11 +380,15 @@ def test_a_tool_has_a_description_and_parameters_which_some_templates_need(parts
         ({"reasoning_effort": "none"}, False, None),
         ({"reasoning_effort": "low"}, True, "low"),
         ({"reasoning_effort": "xhigh"}, True, "xhigh"),
+        ({"thinking": {"type": "enabled", "clear_thinking": False}}, True, None),
+        ({"thinking": {"type": "disabled"}}, False, None),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "high"}, True, "high"),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, False, None),
         ({"chat_template_kwargs": OFF}, False, None),
         ({"reasoning_effort": "low", "chat_template_kwargs": OFF}, False, "low"),
     ],
 )
-def test_the_reasoning_effort_is_a_variable_of_the_template_and_none_turns_thinking_off(fields, is_thinking, effort):
+def test_thinking_and_its_effort_are_variables_of_the_template(fields, is_thinking, effort):
     seen = shown(**fields)
     assert (seen["enable_thinking"], seen["thinking"], seen["reasoning_effort"]) == (is_thinking, is_thinking, effort)
 
