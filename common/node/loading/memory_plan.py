@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.cache.kv_window import UNBOUNDED, KVWindow
 from common.cache.page_layout import PageLayout
-from common.cache.window_pages import LayerGroups
+from common.cache.window_pages import MAX_UNCOMMITTED, LayerGroups
 from common.config.batching import LONG_PROMPTS
 from common.config.node import NodeConfig
 from common.config.options import check_unset
@@ -122,9 +122,12 @@ def _alignment(config: NodeConfig, crossover_tokens: float = CROSSOVER_TOKENS) -
 
 
 def most_window_pages(config: NodeConfig, groups: LayerGroups, alignment: ChunkAlignment, chunk: int | None) -> int:
-    """The most window pages of a request computed in chunks of ``chunk`` tokens; ``UNBOUNDED`` if computed whole."""
-    most_at_once = alignment.most_at_once(chunk, config.page_size) or UNBOUNDED
-    return KVWindow(config.page_size, max(groups.window, 2), most_at_once).max_span(most_at_once)
+    """The most window pages of a request computed in chunks of ``chunk`` tokens; ``UNBOUNDED`` if computed whole.
+
+    When it decodes, it may hold those of more tokens than a very short chunk has.
+    """
+    most_at_once = max(alignment.most_at_once(chunk, config.page_size) or UNBOUNDED, 1 + MAX_UNCOMMITTED)
+    return KVWindow(config.page_size, max(groups.window, 2)).max_span(most_at_once)
 
 
 def auto_window_ratio(config: NodeConfig, groups: LayerGroups | None, *, device: str, context_length: int) -> float:

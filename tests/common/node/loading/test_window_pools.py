@@ -95,6 +95,15 @@ def test_there_are_window_pages_for_one_request_at_least(
         num_window_pages(config, GROUPS, capacity, num_pages)
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 3])
+def test_a_request_that_decodes_has_window_pages_for_its_steps_however_short_chunks_are(chunk_tokens: int) -> None:
+    """Two steps that are not committed, and the next one, see 514 tokens."""
+    config = NodeConfig(page_size=1, swa_full_tokens_ratio="0.1")
+    with pytest.raises(ConfigError, match="513 of 5130 pages, too few for the 514 that one request can hold"):
+        num_window_pages(config, GROUPS, Capacity(8, 5_130, 8, chunk_tokens), 5_130)
+    assert num_window_pages(config, GROUPS, Capacity(8, 5_140, 8, chunk_tokens), 5_140) == 514
+
+
 def test_nodes_with_one_pool_and_with_two_are_no_pair() -> None:
     slab = GROUPS.layout_of(LAYOUT)
     assert (slab.num_layers, slab.full_slabs, slab.window_slabs) == (1, 1, 5)
