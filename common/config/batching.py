@@ -34,9 +34,6 @@ class BatchingOptions:
         minimum=1,
     )
     max_prefill_tokens: int = option(16384, "Maximum number of prompt tokens in a prefill batch.", minimum=1)
-    prefill_max_requests: int | None = option(
-        None, "Maximum number of requests in a prefill batch. Without it: no limit.", minimum=1
-    )
     chunked_prefill_size: int | None = option(
         None,
         "Maximum number of prompt tokens computed in one step; -1: no limit. Without it: 256 on CPUs, 8192 on CUDA.",
@@ -127,8 +124,6 @@ def check_batching(config: Any) -> None:
     if chunk == -1:
         names = ("enable_dynamic_chunking", "truncation_align_size", *LONG_PROMPTS)
         check_unset(config, names, "has no effect with --chunked-prefill-size -1; leave one out")
-    if config.prefill_max_requests == 1:
-        check_unset(config, LONG_PROMPTS, "has no effect with --prefill-max-requests 1; leave one out")
     if config.long_prompt_share == 1.0:
         check_unset(config, LONG_PROMPTS[1:], "has no effect with --long-prompt-share 1; leave one out")
     if config.disable_radix_cache and config.radix_eviction_policy != "lru":

@@ -104,6 +104,7 @@ NO_EQUAL: dict[str, str] = {
     **dict.fromkeys(("--kv-offloading-size", "--cpu-offload-gb", "--swap-space"), _NO_TIERS),
     "--max-num-batched-tokens": "it bounds prompt and output tokens of a step together; give --chunked-prefill-size for"
     " the chunks of prompts, and --max-prefill-tokens for a batch of them",
+    "--prefill-max-requests": "give --max-prefill-tokens, which bounds a batch of prompts by their tokens",
     "--no-enable-chunked-prefill": "give --chunked-prefill-size -1",
     "--scheduling-policy": "give --schedule-policy; for the policy priority of vLLM, --enable-priority-scheduling and "
     "--schedule-low-priority-values-first",

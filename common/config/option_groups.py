@@ -34,7 +34,7 @@ SERVING: Groups = {
         "schedule_policy", "max_running_requests", "max_queued_requests", "max_dispatch_ahead",
         "auto_roles", "auto_roles_per_hour",
         "local_prefill", "local_prefill_threshold",
-        "chunked_prefill_size", "max_prefill_tokens", "prefill_max_requests", "enable_mixed_chunk",
+        "chunked_prefill_size", "max_prefill_tokens", "enable_mixed_chunk",
         "long_prompt_share", "long_prefill_token_threshold", "max_long_partial_prefills",
         "enable_dynamic_chunking", "truncation_align_size", "disable_overlap_schedule", "cuda_graph_max_bs",
         "disable_cuda_graph", "max_skip_ahead",

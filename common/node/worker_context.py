@@ -102,7 +102,6 @@ class WorkerContext:
             max_prefill_tokens=config.max_prefill_tokens,
             chunk_tokens=capacity.chunk_tokens,
             alignment=capacity.alignment,
-            max_requests=config.prefill_max_requests,
             sharing=self.sharing,
             max_skip_ahead=config.max_skip_ahead,
             long_prompts=LongPromptLimits(

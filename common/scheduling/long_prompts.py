@@ -44,7 +44,7 @@ class Turn(NamedTuple):
 class LongPrompts:
     """Decides in which order the prompts of a node get their chunks, and how large these may be.
 
-    Nothing is shared in steps of one prompt, without a chunk budget, or with one of less than two alignment units.
+    Nothing is shared without a chunk budget, or with one of less than two alignment units.
     """
 
     def __init__(self, limits: PrefillLimits, ordering: RequestOrdering, page_size: int) -> None:
@@ -56,7 +56,7 @@ class LongPrompts:
         self._kv_window = limits.kv_window
         budget = None if limits.chunk_tokens is None else min(limits.chunk_tokens, limits.max_prefill_tokens)
         is_divisible = budget is not None and budget >= 2 * self._unit
-        self._is_shared = self._share < 1.0 and is_divisible and limits.max_requests != 1
+        self._is_shared = self._share < 1.0 and is_divisible
         self._threshold = limits.long_prompts.threshold or limits.chunk_tokens or 0
         self._is_shortest_turn = False
 
@@ -207,7 +207,7 @@ class _SharedStep:
                 yield Turn(request, 0)
             elif not self.begun:
                 yield Turn(request)
-            elif left < self._unit or self._adder.has_last_place:
+            elif left < self._unit:
                 return
             else:
                 yield Turn(request, left)

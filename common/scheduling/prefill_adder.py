@@ -67,7 +67,6 @@ class PrefillLimits:
         max_prefill_tokens: input tokens of one step.
         chunk_tokens: input tokens of one step, after which a prompt is cut; None computes prompts whole.
         alignment: where a prompt may be cut.
-        max_requests: prompts in one step.
         sharing: when a prompt waits for a prefix that another request is computing.
         max_skip_ahead: smaller requests that may overtake a request that lacks pages.
         long_prompts: how long prompts share steps with others.
@@ -80,7 +79,6 @@ class PrefillLimits:
     max_prefill_tokens: int = 16_384
     chunk_tokens: int | None = None
     alignment: ChunkAlignment = field(default_factory=ChunkAlignment)
-    max_requests: int | None = None
     sharing: InBatchPrefixLimits = field(default_factory=InBatchPrefixLimits)
     max_skip_ahead: int = MAX_SKIP_AHEAD
     long_prompts: LongPromptLimits = field(default_factory=LongPromptLimits)
@@ -216,7 +214,6 @@ class PrefillAdder:
         self._allocator = allocator
         self.page_size = cache.page_size
         self._places: dict[RequestKey, int] = {}  # of each request's chunk in ``chunks``
-        self._max_requests = limits.max_requests
         self._clip = clip
         self._reserve_output = reserve_output
         self._is_alone = is_alone
@@ -301,14 +298,7 @@ class PrefillAdder:
 
     # ---- budgets ----------------------------------------------------------------------------------------------------
 
-    @property
-    def has_last_place(self) -> bool:
-        """Whether the batch takes only one more request."""
-        return self._max_requests is not None and len(self.chunks) + 1 >= self._max_requests
-
     def _is_full(self) -> bool:
-        if self._max_requests is not None and len(self.chunks) >= self._max_requests:
-            return True
         return self.chunk_left is not None and self.chunk_left <= 0
 
     def _fit(self, start: int, length: int, *, most: int | None, is_first: bool) -> int:

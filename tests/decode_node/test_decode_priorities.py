@@ -301,9 +301,9 @@ def test_a_local_prompt_waits_for_its_prefix_unless_it_comes_before_the_one_that
     assert node.chunks == chunks
 
 
-def test_a_step_computes_at_most_max_requests_prompts() -> None:
-    for most, num_begun in ((None, 2), (1, 1)):
-        node = Node(rules=PriorityRules(), max_requests=most)
+def test_a_step_computes_at_most_max_prefill_tokens_beside_its_first_prompt() -> None:
+    for most, num_begun in ((16_384, 2), (1, 1)):
+        node = Node(rules=PriorityRules(), max_prefill_tokens=most)
         for rid in "ab":
             node.submit(rid, 2, is_local=True)
         plan = node.scheduler.plan(node.now)

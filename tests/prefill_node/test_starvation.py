@@ -16,7 +16,7 @@ NUM_STEPS = 60
 def steps_waited(policy: str, rate: float) -> int:
     """Steps until a cold prompt is computed, while in each step a prompt arrives that the policy prefers to it."""
     rules = PriorityRules(is_enabled=True, aging_per_s=rate)
-    node = PrefillNode(num_pages=400, chunk=None, rules=rules, policy=policy, max_requests=1)
+    node = PrefillNode(num_pages=400, chunk=None, rules=rules, policy=policy, max_prefill_tokens=1)
 
     def submit(rid: str, prompt: tuple[int, ...], max_new: int, timeout_s: float) -> None:
         sampling = SamplingParams(max_new_tokens=max_new)

@@ -109,7 +109,7 @@ EXTREMES = {
     "one page": {"max_total_tokens": 192, "page_size": 192, "chunked_prefill_size": -1},
     "one request's pool": {"max_total_tokens": 184, "page_size": 4},
     "whole prompts": {"chunked_prefill_size": -1, "max_prefill_tokens": 1, "max_total_tokens": 400},
-    "one prompt at a time": {"prefill_max_requests": 1, "chunked_prefill_size": 16, "page_size": 1},
+    "one prompt at a time": {"max_prefill_tokens": 1, "chunked_prefill_size": 16, "page_size": 1},
     "no cache": {"disable_radix_cache": True, "max_total_tokens": 250, "page_size": 2},
 }
 

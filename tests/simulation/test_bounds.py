@@ -192,7 +192,7 @@ def test_edf_meets_every_feasible_set_of_deadlines(jobs: list[tuple[float, int]]
         limits=NodeLimits(4_000, 4_000, page_size=PAGE, chunk_tokens=PAGE, max_running=100),
         costs=COSTS,
         schedule_policy="edf",
-        prefill_max_requests=1,
+        max_prefill_tokens=1,
         max_dispatch_ahead=1_000,
     )
     for number, ((released, chunks), end) in enumerate(zip(jobs, ends, strict=True)):

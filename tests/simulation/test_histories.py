@@ -130,7 +130,7 @@ class History:
     def _limits(self) -> dict[str, Any]:
         random = self.random
         return {
-            "max_prefill_tokens": random.choice([16_384, 16_384, 12]),
+            "max_prefill_tokens": random.choice([16_384, 16_384, 12, 1]),
             "alignment": random.choice(
                 [
                     ChunkAlignment(),
@@ -139,7 +139,6 @@ class History:
                     ChunkAlignment(crossover_tokens=10.0),
                 ]
             ),
-            "max_requests": random.choice([None, None, 1]),
             "long_prompts": random.choice(
                 [
                     LongPromptLimits(),

@@ -130,7 +130,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
         "max_skip_ahead": draw(st.sampled_from([0, 1, 8])),
         "stream_interval": draw(st.sampled_from([1, 1, 3])),
         "disable_radix_cache": draw(st.sampled_from([False, False, True])),
-        "prefill_max_requests": draw(st.sampled_from([None, None, 1])),
+        "max_prefill_tokens": draw(st.sampled_from([16_384, 16_384, 1])),
         "local_prefill": draw(st.sampled_from(["never", "never", "auto", "always"])),
     }
     if found["local_prefill"] == "auto":

@@ -305,7 +305,6 @@ KNOWN_DEFAULTS = {
     "max_running_requests": None,
     "max_total_tokens": None,
     "max_prefill_tokens": 16_384,
-    "prefill_max_requests": None,
     "chunked_prefill_size": None,  # by device
     "enable_dynamic_chunking": False,
     "enable_mixed_chunk": False,

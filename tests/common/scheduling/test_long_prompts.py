@@ -160,7 +160,7 @@ def test_an_urgent_prompt_does_not_wait_for_a_less_urgent_long_one_that_computes
 
 
 def test_a_step_of_one_prompt_and_a_chunk_of_one_page_share_nothing() -> None:
-    for options in ({"max_requests": 1}, {"chunk": PAGE}):
+    for options in ({"max_prefill_tokens": 1}, {"chunk": PAGE}):
         at = PrefillNode(rules=OFF, **{"chunk": CHUNK, **options})
         at.submit("long", 40)
         at.step()

@@ -168,11 +168,6 @@ def test_the_first_request_may_exceed_the_input_budget_and_a_second_waits() -> N
     assert adder.input_left == 0
 
 
-def test_a_batch_has_at_most_max_requests_chunks() -> None:
-    adder = Pool(100).adder(max_requests=2)
-    assert [adder.add_one_req(request(4)) for _ in range(3)] == [CONTINUE, CONTINUE, OTHER]
-
-
 def test_without_chunking_a_prompt_is_computed_whole() -> None:
     adder = Pool(1000).adder(chunk=None)
     assert adder.add_one_req(request(3001)) is CONTINUE

@@ -33,11 +33,9 @@ class Pool:
         total: int | None = None,
         inputs: int = 10_000,
         chunk: int | None = None,
-        *,
-        max_requests: int | None = None,
         **rest: Any,
     ) -> PrefillAdder:
-        limits = PrefillLimits(8, max_prefill_tokens=inputs, chunk_tokens=chunk, max_requests=max_requests)
+        limits = PrefillLimits(8, max_prefill_tokens=inputs, chunk_tokens=chunk)
         options = {"total_tokens": self.num_tokens if total is None else total, "reserve_output": False, **rest}
         return PrefillAdder(self.cache, self.allocator, limits, **options)
 
