@@ -120,6 +120,7 @@ NO_EQUAL: dict[str, str] = {
     # requests and answers
     **dict.fromkeys(("--grammar-backend", "--guided-decoding-backend", "--structured-outputs-config"), _GRAMMARS),
     **dict.fromkeys(("--generation-config", "--override-generation-config", "--sampling-defaults"), _DEFAULTS),
+    "--abort-on-priority-when-disabled": "give --strict-fields, which refuses all request fields that have no effect",
     "--stream-output": "give --incremental-streaming-output",
     "--enable-reasoning": "give --reasoning-parser, if the model's is not recognised",
     "--default-chat-template-kwargs": "give `chat_template_kwargs` in requests",

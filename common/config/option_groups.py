@@ -43,8 +43,8 @@ SERVING: Groups = {
     "Priorities and tenants": (
         "enable_priority_scheduling", "default_priority_value", "schedule_low_priority_values_first",
         "priority_scheduling_preemption_threshold", "preemption_cooldown", "max_preemptions",
-        "abort_on_priority_when_disabled", "priority_aging_per_second",
-        "priority_function", "priority_classes", "default_priority_class", "tenant_shares", "tenant_quotas",
+        "priority_aging_per_second", "priority_function", "priority_classes", "default_priority_class",
+        "tenant_shares", "tenant_quotas",
     ),
     "Network": (
         "host", "port", "group", "listen_fd", "control_host", "control_port", "advertise_control_host", "gateway",

@@ -75,9 +75,6 @@ class SchedulingOptions:
     max_preemptions: int | None = option(
         8, "Maximum number of times that a node preempts one request; none: no limit.", minimum=0
     )
-    abort_on_priority_when_disabled: bool = option(
-        False, "Refuse requests with a priority if --enable-priority-scheduling is off."
-    )
     priority_aging_per_second: float = option(
         0.0, "Amount added to a priority for each second of waiting, so that no request starves.", minimum=0.0
     )
@@ -179,10 +176,6 @@ def _check_priorities(config: SchedulingOptions) -> None:
             *("preemption_cooldown", "max_preemptions"),
         )
         check_unset(config, names, "has no effect without --enable-priority-scheduling; add that")
-    elif config.abort_on_priority_when_disabled:
-        raise ConfigError(
-            "--abort-on-priority-when-disabled has no effect with --enable-priority-scheduling; leave one out"
-        )
     elif config.priority_aging_per_second and config.default_priority_value is None:
         raise ConfigError(
             "--priority-aging-per-second needs --default-priority-value: without it, waiting could never lift requests "

@@ -32,7 +32,7 @@ class PriorityResolver:
     ) -> None:
         self._function = function
         self.is_enabled = options.enable_priority_scheduling
-        self._is_refused = is_strict or options.abort_on_priority_when_disabled
+        self._is_refused = is_strict
         self._is_low_first = options.schedule_low_priority_values_first
         self._classes = options.class_weights
         self._default_class = options.default_class

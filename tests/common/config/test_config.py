@@ -300,7 +300,6 @@ KNOWN_DEFAULTS = {
     "default_priority_value": None,
     "schedule_low_priority_values_first": False,
     "priority_scheduling_preemption_threshold": 10,
-    "abort_on_priority_when_disabled": False,
     "max_queued_requests": None,
     "max_running_requests": None,
     "max_total_tokens": None,

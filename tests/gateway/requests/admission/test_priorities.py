@@ -88,9 +88,8 @@ async def test_low_values_first_are_negated_before_nodes_are_told(folder):
         assert said(stack).priority == -4
 
 
-@pytest.mark.parametrize("option", ["abort_on_priority_when_disabled", "strict_fields"])
-async def test_a_priority_without_priority_scheduling_is_refused_if_configured(folder, option):
-    async with serving(folder, **{option: True}) as stack:
+async def test_a_priority_without_priority_scheduling_is_refused_if_configured(folder):
+    async with serving(folder, strict_fields=True) as stack:
         assert await error_of(stack.post("/v1/completions", {**BODY, "priority": 0})) == (400, "priority")
         assert (await stack.post("/v1/completions", BODY))[0] == 200
 

@@ -42,10 +42,9 @@ def test_low_values_first_negates_priorities_and_the_default():
 
 def test_without_priority_scheduling_priorities_are_ignored_or_refused():
     assert assigned(resolver(), 7, None).priority == 0
-    options = SchedulingOptions()
-    for strict in (resolver(abort_on_priority_when_disabled=True), PriorityResolver(options, is_strict=True)):
-        assert assigned(strict, None, None).priority == 0
-        assert refused(assigned, strict, 0, None) == "priority"
+    strict = PriorityResolver(SchedulingOptions(), is_strict=True)
+    assert assigned(strict, None, None).priority == 0
+    assert refused(assigned, strict, 0, None) == "priority"
     assert refused(resolver().change, 1, None) == "priority"
 
 
