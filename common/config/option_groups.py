@@ -37,8 +37,7 @@ SERVING: Groups = {
         "chunked_prefill_size", "max_prefill_tokens", "enable_mixed_chunk",
         "long_prompt_share", "long_prefill_token_threshold", "max_long_partial_prefills",
         "enable_dynamic_chunking", "truncation_align_size", "disable_overlap_schedule", "cuda_graph_max_bs",
-        "disable_cuda_graph", "max_skip_ahead",
-        "lpm_degrade_threshold", "schedule_seed",
+        "disable_cuda_graph", "max_skip_ahead", "schedule_seed",
     ),
     "Priorities and tenants": (
         "enable_priority_scheduling", "default_priority_value", "schedule_low_priority_values_first",

@@ -50,9 +50,6 @@ class SchedulingOptions:
         "by arrival. With --enable-priority-scheduling the policy orders requests of equal priority.",
         metavar="|".join(POLICIES) + "|MODULE:NAME",
     )
-    lpm_degrade_threshold: int = option(
-        128, "With --schedule-policy lpm: a queue longer than this is ordered by arrival.", minimum=1
-    )
     schedule_seed: int = option(0, "Seed of the random numbers of --schedule-policy random.")
     enable_priority_scheduling: bool = option(False, "Order requests by priority first, then by --schedule-policy.")
     default_priority_value: int | None = option(
@@ -159,7 +156,7 @@ def check_scheduling(config: SchedulingOptions) -> None:
 
 
 def _check_policy_options(config: SchedulingOptions) -> None:
-    for name, policy in (("lpm_degrade_threshold", "lpm"), ("schedule_seed", "random"), ("tenant_shares", "fair")):
+    for name, policy in (("schedule_seed", "random"), ("tenant_shares", "fair")):
         if config.schedule_policy != policy:
             check_unset(config, (name,), f"has no effect without --schedule-policy {policy}; add that")
     config.tenant_weights  # noqa: B018  # raises if a weight is invalid

@@ -159,22 +159,15 @@ class EarliestDeadlineFirst(Policy):
 
 class LongestPrefixMatch(Policy):
     """``lpm``: the most cached tokens first. A request that shares a prefix with one before it comes last, because that
-    prefix will be cached by then.
-
-    Args:
-        degrade_threshold: a longer queue is served in order of arrival.
-    """
+    prefix will be cached by then."""
 
     name = "lpm"
 
-    def __init__(self, page_size: int, *, sharing: InBatchPrefixLimits, degrade_threshold: int) -> None:
+    def __init__(self, page_size: int, sharing: InBatchPrefixLimits) -> None:
         self._page_size = page_size
         self._sharing = sharing
-        self._degrade_threshold = degrade_threshold
 
     def order(self, waiting: Sequence[Request], now: float) -> Sequence[Request]:
-        if len(waiting) > self._degrade_threshold:
-            return waiting
         sharing = InBatchPrefixes(self._page_size, self._sharing)
         first: list[Request] = []
         last: list[Request] = []

@@ -29,15 +29,10 @@ class PolicySettings(NamedTuple):
     constants: RatioConstants  # expected output lengths without a prediction, for ``short-first``
 
 
-def _longest_prefix(settings: PolicySettings) -> Policy:
-    threshold = settings.options.lpm_degrade_threshold
-    return LongestPrefixMatch(settings.page_size, sharing=settings.sharing, degrade_threshold=threshold)
-
-
 #: By name; ``common.config.scheduling.POLICIES`` lists the same names.
 _POLICIES: Mapping[str, Callable[[PolicySettings], Policy]] = {
     "fcfs": lambda settings: FirstComeFirstServed(),
-    "lpm": _longest_prefix,
+    "lpm": lambda settings: LongestPrefixMatch(settings.page_size, settings.sharing),
     "dfs-weight": lambda settings: DepthFirstByWeight(),
     "lof": lambda settings: LongestOutputFirst(),
     "random": lambda settings: Shuffled(settings.options.schedule_seed),

@@ -8,7 +8,7 @@ watches: all requests arrive, their tokens are packed, and the first step is pla
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -50,7 +50,7 @@ class BusyNode:
     """A prefill node with a full cache and a queue of constant length.
 
     Args:
-        options: of the order; the limit on ``lpm`` is lifted.
+        options: of the order.
     """
 
     def __init__(self, tree: Tree, options: SchedulingOptions, num_waiting: int) -> None:
@@ -61,7 +61,6 @@ class BusyNode:
         self._arrivals = itertools.count()
         self._num_waiting = num_waiting
         self._planned: StepPlan | None = None
-        options = replace(options, lpm_degrade_threshold=10**9) if options.schedule_policy == "lpm" else options
         self.scheduler = PrefillScheduler(
             tree.cache,
             tree.allocator,

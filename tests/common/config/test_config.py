@@ -295,7 +295,6 @@ def test_help_for_which_the_disk_has_no_room_is_one_sentence(command, capsys, mo
 
 KNOWN_DEFAULTS = {
     "schedule_policy": "fcfs",
-    "lpm_degrade_threshold": 128,
     "enable_priority_scheduling": False,
     "default_priority_value": None,
     "schedule_low_priority_values_first": False,
