@@ -11,13 +11,12 @@ from typing import Any, Literal
 
 from common.cache.tree_node import TreeNode
 
-EvictionPolicy = Literal["lru", "lfu", "fifo", "priority"]
+EvictionPolicy = Literal["lru", "lfu", "priority"]
 
 #: Rank of a node by ``--radix-eviction-policy``. The leaf with the lowest rank is evicted first.
 RANKS: dict[str, Callable[[TreeNode], Any]] = {
     "lru": attrgetter("last_used"),
     "lfu": attrgetter("num_uses", "last_used"),
-    "fifo": attrgetter("created"),
     "priority": attrgetter("priority", "last_used"),
 }
 

@@ -160,7 +160,6 @@ class RadixCache:
         upper.locks = lower.locks
         upper.last_used = lower.last_used
         upper.num_uses = lower.num_uses
-        upper.created = lower.created
         upper.priority = lower.priority
         upper.pending = lower.pending
         parent.children[lower.key[: self._page_bytes]] = upper
@@ -173,7 +172,7 @@ class RadixCache:
     def _new_node(self, parent: TreeNode, key: TokenKey, pages: list[int]) -> TreeNode:
         self._num_nodes += 1
         node = TreeNode(parent, key, pages, serial=self._num_nodes)
-        node.last_used = node.created = self._time
+        node.last_used = self._time
         return node
 
     # ---- watching ---------------------------------------------------------------------------------------------------

@@ -79,7 +79,6 @@ class TreeNode:
     locks: int = 0
     last_used: int = 0
     num_uses: int = 0
-    created: int = 0
     priority: int = 0
     pending: "Pending | None" = None
     in_heap: bool = False

@@ -68,8 +68,8 @@ class BatchingOptions:
     disable_radix_cache: bool = option(False, "Do not cache KV pages for later requests with the same prefix.")
     radix_eviction_policy: EvictionPolicy = option(
         "lru",
-        "Which cached prefix is evicted first: the least recently used (lru), the least frequently used (lfu), the "
-        "oldest (fifo), or the one with the lowest priority (priority).",
+        "Which cached prefix is evicted first: the least recently used (lru), the least frequently used (lfu), or the "
+        "one with the lowest priority (priority).",
     )
     schedule_conservativeness: float = option(
         1.0,

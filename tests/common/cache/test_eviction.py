@@ -85,22 +85,6 @@ def test_lfu_counts_a_request_once_however_often_it_was_tried() -> None:
     assert pool.cache.match(range(100, 108)).num_tokens == 8
 
 
-def test_fifo_evicts_the_oldest_regardless_of_use() -> None:
-    cache = Cache("fifo")
-    for name in (1, 2, 3):
-        cache.insert(name)
-    cache.use(1)
-    assert cache.evicted(3) == [1, 2, 3]
-
-
-def test_fifo_keeps_the_age_of_a_node_that_was_split() -> None:
-    cache = Cache("fifo")
-    cache.insert(1, 4)
-    cache.insert(2)
-    cache.use(1, 5)  # splits the first in two; both parts have the same age
-    assert cache.evicted(3) == [4, 1, 2]
-
-
 def test_priority_evicts_the_least_urgent_then_the_least_recently_used() -> None:
     cache = Cache("priority")
     for name, priority in ((1, 5), (2, -5), (3, 5), (4, 0)):
@@ -157,7 +141,6 @@ def test_the_lowest_rank_is_evicted_first_in_any_history(
             rank = {
                 "lru": lambda facts: facts["used"],
                 "lfu": lambda facts: (facts["uses"], facts["used"]),
-                "fifo": lambda facts: facts["created"],
                 "priority": lambda facts: (facts["priority"], facts["used"]),
             }[policy]
             first = min(known, key=lambda name: rank(known[name]))
@@ -165,7 +148,7 @@ def test_the_lowest_rank_is_evicted_first_in_any_history(
             del known[first]
         elif event == "insert":
             cache.insert(name, priority=priority)
-            facts = known.setdefault(name, {"uses": 0, "created": time, "priority": priority})
+            facts = known.setdefault(name, {"uses": 0, "priority": priority})
             facts |= {"used": time, "priority": max(facts["priority"], priority)}
         elif event == "use":
             cache.use(name)
