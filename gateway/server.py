@@ -105,8 +105,8 @@ class Gateway:
             slo_itl_ms=config.slo_itl_ms,
         )
         self._authenticator = Authenticator(permanent_keys(config), is_header_taken=config.tenant_header)
-        function = load_priority_function(config.priority_function)
-        self._priorities = PriorityResolver(config, function, is_strict=config.strict_fields)
+        self._function = load_priority_function(config.priority_function)
+        self._priorities = PriorityResolver(config, self._function, is_strict=config.strict_fields)
         self._clock = MonotonicClock()
         quotas = parse_quotas(config.tenant_quotas)
         self._quotas = Quotas(quotas)
@@ -185,8 +185,9 @@ class Gateway:
             first_attempt=secrets.randbits(31),
         )
         self._metrics = Metrics(
-            list(pools), mailbox, self._dispatcher, self._exporter, starvation_bound_s=config.starvation_bound
-        )
+            list(pools), mailbox, self._dispatcher, self._exporter,
+            function=self._function, starvation_bound_s=config.starvation_bound,
+        )  # fmt: skip
         self._live = LiveHistory()
         self._timelines = Timelines(config.timeline_requests, self._dispatcher.newest_streams)
         self._control = ControlPlane(

@@ -13,6 +13,7 @@ from common.errors import RECOVERABLE, RequestError
 from common.finish_reason import NORMAL_ENDS
 from common.metrics.node_series import NodeState, node_families
 from common.metrics.series import LabelledCounter, LabelledHistogram
+from common.plugins import PriorityFunction
 from common.wire.mailbox import Mailbox
 from gateway.metrics.queue_metrics import SECONDS, QueueMetrics
 from gateway.requests.dispatcher import Dispatcher
@@ -63,6 +64,7 @@ class Metrics:
     Args:
         mailbox: of the control plane.
         exporter: of traces; None without one.
+        function: of the user, for priorities; None without one.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
@@ -74,6 +76,7 @@ class Metrics:
         dispatcher: Dispatcher,
         exporter: OtlpExporter | None = None,
         *,
+        function: PriorityFunction | None = None,
         starvation_bound_s: float,
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of series
@@ -127,6 +130,8 @@ class Metrics:
         registry.register(_RecoveryCollector(pools, dispatcher))
         if exporter is not None:
             registry.register(_ExportCollector(exporter))
+        if function is not None:
+            registry.register(_FunctionCollector(function))
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -241,6 +246,18 @@ class _ExportCollector:
             "baton_traces_dropped",
             "Sampled requests whose spans the collector did not take.",
             value=self._exporter.num_dropped,
+        )
+
+
+class _FunctionCollector:
+    def __init__(self, function: PriorityFunction) -> None:
+        self._function = function
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "baton_priority_function_failures",
+            "Calls of --priority-function that failed or gave an invalid priority.",
+            value=self._function.failures.count,
         )
 
 

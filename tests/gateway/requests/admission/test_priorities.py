@@ -386,3 +386,15 @@ async def test_a_users_function_decides_priorities_last(folder, tmp_path, monkey
         higher = {"priority": 1000}
         assert (await stack.post("/v1/requests/a/priority", higher, **{"x-baton-tenant": "alice"}))[0] == 401
         assert (await stack.post("/v1/requests/a/priority", higher))[0] == 404, "an admin may change all that there are"
+
+
+async def test_failures_of_a_users_function_are_counted(folder, tmp_path, monkeypatch):
+    (tmp_path / "failing_rules.py").write_text("def urgency(facts): return {1: 5, 2: 0.5}[facts.num_prompt_tokens]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    series = "\nbaton_priority_function_failures_total {}.0\n"
+    async with serving(folder, enable_priority_scheduling=True, priority_function="failing_rules:urgency") as stack:
+        assert (await stack.post("/v1/completions", {"prompt": [65], "max_tokens": 1}))[0] == 200
+        assert series.format(0) in (await stack.get("/metrics"))[1]
+        for length in (2, 3):
+            assert (await stack.post("/v1/completions", {"prompt": [65] * length, "max_tokens": 1}))[0] == 200
+        assert series.format(2) in (await stack.get("/metrics"))[1]
