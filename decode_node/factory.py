@@ -35,7 +35,7 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
         context.allocator,
         limits=limits,
         ordering=context.ordering(),
-        ratio=NewTokenRatio(context.constants, config.schedule_conservativeness),
+        ratio=NewTokenRatio(context.constants),
         eos_token_ids=context.eos_token_ids,
         is_connected=receiver.is_connected,
     )

@@ -71,12 +71,6 @@ class BatchingOptions:
         "Which cached prefix is evicted first: the least recently used (lru), the least frequently used (lfu), or the "
         "one with the lowest priority (priority).",
     )
-    schedule_conservativeness: float = option(
-        1.0,
-        "Decode nodes: values above 1 reserve more pages for outputs, so that fewer requests are retracted; values "
-        "below 1 reserve fewer.",
-        minimum=0.0,
-    )
     retraction_policy: Literal["auto", "shortest-output", "priority"] = option(
         "auto",
         "The request that a decode node retracts when it runs out of pages: shortest-output (least work lost) or "
@@ -132,8 +126,6 @@ def check_batching(config: Any) -> None:
         raise ConfigError("--radix-eviction-policy priority needs --enable-priority-scheduling; add that")
     if config.retraction_policy == "priority" and not config.enable_priority_scheduling:
         raise ConfigError("--retraction-policy priority needs --enable-priority-scheduling; add that")
-    if config.num_reserved_decode_tokens is not None and config.schedule_conservativeness != 1.0:
-        raise ConfigError("--schedule-conservativeness has no effect with --num-reserved-decode-tokens; leave one out")
     if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens} is less than a page; give at least --page-size "

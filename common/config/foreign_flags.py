@@ -102,6 +102,8 @@ NO_EQUAL: dict[str, str] = {
     "--kv-cache-memory-bytes": "give --max-total-tokens, which counts tokens",
     **dict.fromkeys(("--enable-hierarchical-cache", "--hicache-ratio", "--hicache-size"), _NO_TIERS),
     **dict.fromkeys(("--kv-offloading-size", "--cpu-offload-gb", "--swap-space"), _NO_TIERS),
+    "--schedule-conservativeness": "give --num-reserved-decode-tokens, the room that is kept for each output, to decode"
+    " nodes",
     "--max-num-batched-tokens": "it bounds prompt and output tokens of a step together; give --chunked-prefill-size for"
     " the chunks of prompts, and --max-prefill-tokens for a batch of them",
     "--prefill-max-requests": "give --max-prefill-tokens, which bounds a batch of prompts by their tokens",

@@ -27,7 +27,7 @@ SERVING: Groups = {
     "Memory": (
         "memory_fraction", "max_total_tokens", "swa_full_tokens_ratio", "page_size", "kv_cache_dtype",
         "disable_radix_cache",
-        "radix_eviction_policy", "schedule_conservativeness", "num_reserved_decode_tokens", "retraction_policy",
+        "radix_eviction_policy", "num_reserved_decode_tokens", "retraction_policy",
         "resume_prefill_threshold",
     ),
     "Scheduling": (

@@ -22,7 +22,7 @@ class RatioConstants:
     """Constants of the rule.
 
     Attributes:
-        initial: the ratio at the start, before it is multiplied by the conservativeness.
+        initial: the ratio at the start.
         lowest_factor: the lowest ratio as a share of the first.
         decay_steps: decode steps in which the ratio falls from the first to the lowest.
         retract_steps: tokens of each request for which a retraction makes room.
@@ -49,12 +49,11 @@ def ratio_constants_from_environ(environ: Mapping[str, str]) -> RatioConstants:
 
 
 class NewTokenRatio:
-    """The ratio of one node, updated with each step. A ``conservativeness`` above 1 reserves more and retracts less."""
+    """The ratio of one node, updated with each step."""
 
-    def __init__(self, constants: RatioConstants, conservativeness: float = 1.0) -> None:
-        assert conservativeness >= 0
+    def __init__(self, constants: RatioConstants) -> None:
         self._constants = constants
-        self._highest = min(1.0, constants.initial * conservativeness)
+        self._highest = constants.initial
         self._lowest = self._highest * constants.lowest_factor
         self._decay = (self._highest - self._lowest) / constants.decay_steps
         self.value = self._highest

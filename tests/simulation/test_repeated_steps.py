@@ -112,7 +112,7 @@ def options(draw: st.DrawFn) -> list[str]:
         ),
         some("", "", "--max-new-tokens=60", "--max-new-tokens=400"),
         some("", "", "--turns=3 --think=50ms", "--prefix-len=64 --prefix-groups=2"),
-        some("--schedule-conservativeness=0", "", "--num-reserved-decode-tokens=8", "--resume-prefill-threshold=16"),
+        some("--num-reserved-decode-tokens=0", "", "--num-reserved-decode-tokens=8", "--resume-prefill-threshold=16"),
         some("", "", "--disable-radix-cache", "--radix-eviction-policy=lfu"),
         some("", "", "--enable-mixed-chunk", "--stream-interval=3", "--max-queued-requests=5"),
         some("", "--local-prefill-threshold=200") if local == "auto" else "",

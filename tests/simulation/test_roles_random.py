@@ -19,7 +19,7 @@ class Cluster(RuleBasedStateMachine):
 
     priorities: PriorityRules | None = None
     resume_tokens: int | None = None
-    conservativeness = 1.0
+    initial_ratio = 0.7
     window: int | None = None
     window_pages: tuple[int, int] | None = None
     decode_page_size = 4
@@ -41,7 +41,7 @@ class Cluster(RuleBasedStateMachine):
             latency=2,
             rules=self.priorities,
             resume_tokens=self.resume_tokens,
-            conservativeness=self.conservativeness,
+            initial_ratio=self.initial_ratio,
             window=self.window,
             window_pages=self.window_pages,
             decode_page_size=self.decode_page_size,
@@ -150,7 +150,7 @@ class UrgentCluster(Cluster):
         default_class="low",
     )
     resume_tokens = 3
-    conservativeness = 0.0  # admits so many requests that some are retracted
+    initial_ratio = 0.0  # admits so many requests that some are retracted
 
 
 class WindowCluster(Cluster):

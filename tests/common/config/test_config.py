@@ -313,7 +313,6 @@ KNOWN_DEFAULTS = {
     "num_reserved_decode_tokens": None,  # predicted
     "is_retracted_by_priority": False,  # --retraction-policy shortest-output
     "radix_eviction_policy": "lru",
-    "schedule_conservativeness": 1.0,
 }
 
 

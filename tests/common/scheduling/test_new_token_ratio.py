@@ -33,15 +33,6 @@ def test_the_ratio_falls_to_its_floor_over_six_hundred_steps() -> None:
     assert ratio.value == 0.7
 
 
-def test_conservativeness_scales_the_ratio_up_to_one() -> None:
-    assert NewTokenRatio(RatioConstants(), 0.5).value == pytest.approx(0.35)
-    careful = NewTokenRatio(RatioConstants(), 2.0)
-    assert careful.value == 1.0
-    for _ in range(1000):
-        careful.decoded()
-    assert careful.value == pytest.approx(0.14)
-
-
 def test_after_a_retraction_the_ratio_follows_the_remaining_requests() -> None:
     ratio = NewTokenRatio(RatioConstants())
     ratio.retracted([running(100, 30), running(299, 70)])

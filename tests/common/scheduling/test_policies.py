@@ -263,11 +263,6 @@ def test_an_option_without_effect_is_refused(options: dict[str, Any], complaint:
             cls(**options)
 
 
-def test_conservativeness_with_a_constant_reserve_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--schedule-conservativeness has no effect with --num-reserved-decode"):
-        NodeConfig(num_reserved_decode_tokens=8, schedule_conservativeness=2.0)
-
-
 @settings(deadline=None)
 @given(
     name=st.sampled_from(POLICIES),

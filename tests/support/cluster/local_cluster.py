@@ -23,7 +23,7 @@ from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.grammar_queue import CompileGrammar
-from common.scheduling.new_token_ratio import NewTokenRatio, ratio_constants_from_environ
+from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
 from common.scheduling.prefill_adder import PrefillLimits
@@ -146,7 +146,7 @@ class LocalCluster:
         rules: PriorityRules | None = None,
         stream_interval: int = 1,
         resume_tokens: int | None = None,
-        conservativeness: float = 1.0,
+        initial_ratio: float = 0.7,
         decode_page_size: int | None = None,
         limits: Mapping[str, Any] | None = None,
         options: SchedulingOptions | None = None,
@@ -177,7 +177,7 @@ class LocalCluster:
         self._policy = policy
         self._rules = rules
         self._resume_tokens = resume_tokens
-        self._conservativeness = conservativeness
+        self._initial_ratio = initial_ratio
         self._limits = limits or {}
         self._window = window if window_pages is None else None
         self._groups = None if window is None or window_pages is None else both_groups(window)
@@ -299,7 +299,7 @@ class LocalCluster:
                 )
             ),
             ordering=self._order(cache),
-            ratio=NewTokenRatio(ratio_constants_from_environ({}), self._conservativeness),
+            ratio=NewTokenRatio(RatioConstants(initial=self._initial_ratio)),
             eos_token_ids=eos,
             is_connected=receiver.is_connected,
         )
