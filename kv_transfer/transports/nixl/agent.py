@@ -124,6 +124,7 @@ class Agent:
         num_bytes = store.layout.pool_bytes(store.num_pages)
         # NIXL's progress thread spins for ever; ours runs only while there is something to do.
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
+        what = f"start --nixl-backend {backend}"
         try:
             self.nixl = nixl.nixl_agent(name, config)
             known = self.nixl.get_plugin_list()
@@ -132,14 +133,14 @@ class Agent:
             self.nixl.create_backend(backend)
             if threading.current_thread() is threading.main_thread():  # UCX has taken the signal, for debugging
                 signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGHUP))
+            what = "register " + ("the GPU's memory (--gpu-direct)" if probe.is_direct else "the pool")
             runs = (self.pool.run(0, num_bytes), probe.region.run(0, probe.num_bytes))
             self._registered = self.nixl.register_memory([(*run, "") for run in runs], self.pool.kind)
             self.metadata = base64.b64encode(self.nixl.get_agent_metadata()).decode()
         except ConfigError:
             raise
         except Exception as error:  # NIXL's own errors have no common root
-            what = "the GPU's memory (--gpu-direct)" if probe.is_direct else "the pool"
-            raise ConfigError(f"--transport nixl cannot register {what}: {error}") from error
+            raise ConfigError(f"--transport nixl cannot {what}: {error}") from error
 
     def page_list(self, agent: str | bytes, pool: MemoryRegion, num_pages: int, size: int) -> Any:
         """A prepared descriptor for every page of a pool, ours (agent "NIXL_INIT_AGENT") or a peer's; ``size`` in

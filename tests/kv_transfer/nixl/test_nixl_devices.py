@@ -109,6 +109,19 @@ def test_a_back_end_that_is_not_installed_is_refused_with_those_that_are() -> No
     store.close()
 
 
+def test_a_back_end_that_does_not_work_on_this_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    nixl = pytest.importorskip("nixl")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("NIXL_ERR_NOT_FOUND")
+
+    monkeypatch.setattr(nixl.nixl_agent, "create_backend", fail)
+    store = MemfdStore(2)
+    with pytest.raises(ConfigError, match="--transport nixl cannot start --nixl-backend LIBFABRIC: NIXL_ERR_NOT_FOUND"):
+        open_reader(store, TransportSettings("nixl", nixl_backend="LIBFABRIC"))
+    store.close()
+
+
 @pytest.mark.slow
 def test_ucx_leaves_sighup_alone() -> None:
     """A node whose terminal is closed ends, with NIXL as without."""
