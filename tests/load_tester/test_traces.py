@@ -214,6 +214,11 @@ def test_a_users_own_requests_keep_their_fields_and_need_no_clock(tmp_path: Path
         make_plan(LoadtestConfig(trace=path, trace_unit="ms"))
 
 
+def test_chats_may_name_their_length_by_max_completion_tokens(tmp_path: Path) -> None:
+    (row,) = read_trace(write(tmp_path / "t", {"messages": [], "max_completion_tokens": 500})).rows
+    assert row.num_output == 500 and row.extra == {"messages": []}, "the body has one limit"
+
+
 def test_a_users_own_requests_may_have_hash_ids_of_512_tokens(tmp_path: Path) -> None:
     rows = [{"at": at, "class": "x", "input_length": 600, "output_length": 5, "hash_ids": [1, 2 + at]} for at in (0, 1)]
     trace = read_trace(write(tmp_path / "t", *rows))
