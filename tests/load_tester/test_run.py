@@ -86,6 +86,18 @@ def test_drops_refusals_errors_in_the_stream_and_hangs_are_told_apart(tmp_path: 
     assert report.throughput["window_s"][1] == last_s < report.length_s, "a hang is no time in which tokens came"
 
 
+def test_a_client_without_files_for_its_connections_is_no_failure_of_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "report"
+    words = [sys.executable, "-m", "scripts.load_tester.main", "--concurrency=80", "--num-requests=80", "--clients=1"]
+    with mock_server(tmp_path, "--ttft", "2") as server:
+        words += [f"--url={server.url}", "--output-len=1", f"--json={path}", "--scrape=none"]
+        ran = subprocess.run(["bash", "-c", 'ulimit -n 40; exec "$@"', "", *words], capture_output=True, timeout=100)
+    report = json.loads(path.read_bytes())
+    assert ran.returncode == 3 and set(report["errors"]["kinds"]) == {"no_socket"}
+    failed = report["errors"]["count"]
+    assert f"the client had no files or ports for {failed} connections: raise ulimit -Hn" in report["reasons"]
+
+
 @pytest.mark.slow(sample=0.4)
 @pytest.mark.parametrize("flags", [("--split",), ("--crlf",), ("--bunch", "3"), ("--split", "--crlf")])
 @pytest.mark.parametrize("endpoint", ["completions", "chat", "generate"])

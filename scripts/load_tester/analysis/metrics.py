@@ -170,6 +170,7 @@ def _alone(records: Sequence[RequestRecord]) -> list[bool]:
 #: Explanations of failures that come without words from the server.
 EXPLANATIONS = {
     "connect": "no connection could be opened",
+    "no_socket": "this machine had no more files or ports for a connection",
     "dropped": "the connection was closed before the end of the response",
     "timeout": "no end within --timeout",
     "halted": "the run was stopped",

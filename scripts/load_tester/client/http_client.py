@@ -6,6 +6,7 @@ slot became free. A later turn is intended for the end of the turn before it plu
 """
 
 import asyncio
+import errno
 import heapq
 import itertools
 import ssl
@@ -19,6 +20,7 @@ from scripts.load_tester.client.ipc import Progress, RequestDone, SendRequest, S
 from scripts.load_tester.client.precise_timer import PreciseTimer
 
 MAX_GAPS = 256
+OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # this machine has no more files or ports
 CHECK_S = 1.0  # each check wakes a sleeping process, which costs as much as a token
 
 
@@ -163,8 +165,8 @@ class HttpClient:
                 ssl=self._ssl,
                 server_hostname=setup.server_name or None,
             )
-        except (OSError, ssl.SSLError):
-            exchange.error = exchange.error or "connect"
+        except (OSError, ssl.SSLError) as error:
+            exchange.error = exchange.error or ("no_socket" if error.errno in OWN_LIMITS else "connect")
             exchange.ended_at = time.monotonic()
             self._end(exchange)
             return
