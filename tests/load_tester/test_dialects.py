@@ -113,6 +113,13 @@ def native(text: str, ids: list[int], so_far: int, **more: Any) -> dict[str, Any
 LENGTH = {"finish_reason": {"type": "length", "length": 4}, "e2e_latency": 0.5, "first_token_latency": 0.2}
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_output_that_the_server_cut_off_has_failed(reason: str) -> None:
+    for end in (delta_of(reason, content=""), text_of("", finish_reason=reason)):
+        cut = read(text_of("a"), end)
+        assert (cut.error, cut.finish, cut.text) == (f"stream_{reason}", reason, "a")
+
+
 @pytest.mark.parametrize("is_cumulative", [True, False])
 def test_the_stream_of_sglang_may_be_cumulative(is_cumulative: bool) -> None:
     """The increment "nona" begins like the text so far but is not cumulative."""

@@ -88,6 +88,7 @@ class _Event(msgspec.Struct):
 
 #: Stage names of llama.cpp's server (milliseconds) and SGLang, with our name and the factor to seconds.
 FOREIGN = {"prompt_ms": ("prefill_s", 1e-3), "predicted_ms": ("decode_s", 1e-3), "queue_time": ("queue_s", 1.0)}
+CUT_OFF = ("abort", "error")  # finish reasons of outputs that are not whole
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # bad syntax, no UTF-8, nested too deeply
 LONGEST = 1e12  # of a server's durations; a longer one is none
 NEWLINE = 10
@@ -247,6 +248,9 @@ def _take(response: ParsedResponse, event: _Event, at: float) -> None:
                 response.ids += choice.token_ids
         if choice.finish_reason:
             response.finish = str(choice.finish_reason)
+        if choice.finish_reason in CUT_OFF:  # vLLM ends the outputs of an engine that shuts down or sleeps this way
+            response.error = response.error or f"stream_{response.finish}"
+            response.message = response.message or "the server cut the output off"
     if event.timings:
         response.timings.update(_stages(event.timings))
 
