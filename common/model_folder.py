@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 #: The weights a second time, with other names of tensors, in repositories of Mistral AI and OpenAI.
 OTHER_WEIGHTS = ("consolidated*", "original/*")
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 #: Statuses with which the hub says that a model or revision does not exist, or is not for this user.
 REFUSALS = (401, 403, 404)
 

@@ -1,12 +1,12 @@
 """The end token that a tokenizer names."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from common.errors import ConfigError
-from common.model_folder import TOKENIZER_CONFIG, TOKENIZER_FILE
+from common.model_folder import SPECIAL_TOKENS, TOKENIZER_CONFIG, TOKENIZER_FILE
 
 P = TypeVar("P", bound=msgspec.Struct)
 
@@ -17,9 +17,10 @@ class _Token(msgspec.Struct):
 
 
 class _TokenizerConfig(msgspec.Struct):
-    """The part of a ``tokenizer_config.json`` that is read."""
+    """The part of a ``tokenizer_config.json`` that is read, and of a ``special_tokens_map.json``."""
 
     eos_token: str | _Token | None = None
+    added_tokens_decoder: dict[str, Any] | None = None
 
 
 class _Tokenizer(msgspec.Struct):
@@ -36,7 +37,10 @@ def tokenizer_end_ids(folder: Path) -> tuple[int, ...]:
     Raises:
         ConfigError: a file cannot be read.
     """
-    end = _part(folder / TOKENIZER_CONFIG, _TokenizerConfig).eos_token
+    config = _part(folder / TOKENIZER_CONFIG, _TokenizerConfig)
+    end = config.eos_token
+    if config.added_tokens_decoder is None:  # of an older version of transformers, where the other file counts more
+        end = _part(folder / SPECIAL_TOKENS, _TokenizerConfig).eos_token or end
     if end is None:
         return ()
     text = end if isinstance(end, str) else end.content

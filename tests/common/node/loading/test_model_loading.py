@@ -67,6 +67,11 @@ def test_the_end_token_of_the_tokenizer_ends_outputs_too(tmp_path: Path) -> None
     (tokenizer / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
     config = NodeConfig(model=str(model), tokenizer=str(tokenizer))
     assert model_loading._load_model_config(config).eos_token_ids == (5, 4)
+    (tokenizer / "special_tokens_map.json").write_text('{"eos_token": "<s>"}')
+    assert model_loading._load_model_config(config).eos_token_ids == (5, 3)
+    (tokenizer / "tokenizer_config.json").write_text('{"eos_token": "</s>", "added_tokens_decoder": {}}')
+    assert model_loading._load_model_config(config).eos_token_ids == (5, 4)
+    (tokenizer / "special_tokens_map.json").unlink()
     for damaged in (b"{", b"[]", b'{"eos_token": 5}', b'{"eos_token": "\xff"}'):
         (tokenizer / "tokenizer_config.json").write_bytes(damaged)
         with pytest.raises(ConfigError, match=r"tokenizer_config\.json: cannot be read as JSON"):
