@@ -60,6 +60,13 @@ def load_executor(
         raise ConfigError("--kv-cache-dtype fp8: triton computes FP8 pages in 16 bits; give --dtype bfloat16, or torch")
     try:
         make_model = load_model(config, dtype, place, weight_dtype=weight_dtype, shard=shard)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--device {device} has too little memory for the weights of the model: each node has its own, so serve "
+            "fewer on this device (serve --prefill 0 --local-prefill always has one), or divide the model with --tp "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    try:
         num_pages = num_pages() if callable(num_pages) else num_pages
         pool = KVPool(layout, num_pages, place, groups=groups, num_window_pages=num_window_pages(num_pages))
         model = make_model(None if ranks is None else ranks.join(pool))
@@ -75,7 +82,7 @@ def load_executor(
             ) from error
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"--device {device} has too little memory for the model and its KV pages: lower --memory-fraction or "
+            f"--device {device} has too little memory for KV pages beside the model: lower --memory-fraction or "
             f"--max-total-tokens ({str(error).splitlines()[0]})"
         ) from error
 

@@ -11,6 +11,7 @@ import torch
 from common.cache.page_layout import PageLayout
 from common.config.node import NodeConfig
 from common.config.shared import SMALL_MODEL
+from common.engine import factory
 from common.engine.models.config import ModelConfig
 from common.errors import ConfigError
 from common.node.loading import model_loading
@@ -165,3 +166,21 @@ def test_a_device_without_memory_for_its_graphs_is_refused_by_flag(monkeypatch: 
         ConfigError, match=r"too little memory .* --cuda-graph-max-bs, or give .*Tried to allocate 2 MiB\)"
     ):
         model_loading._capture_graphs(executor, (1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("full", "advice"),
+    [
+        ("load_model", "weights .*serve --prefill 0 --local-prefill always"),
+        ("KVPool", "KV pages .* --memory-fraction"),
+    ],
+)
+def test_a_device_without_memory_for_weights_or_pages_is_refused_with_what_helps(
+    monkeypatch: pytest.MonkeyPatch, full: str, advice: str
+) -> None:
+    def exhaust(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+
+    monkeypatch.setattr(factory, full, exhaust)
+    with pytest.raises(ConfigError, match=rf"too little memory for .*{advice}.*Tried to allocate 2 MiB\)"):
+        factory.load_executor(ModelConfig.load(SMALL_MODEL), num_slots=1, num_pages=1, page_size=16)
