@@ -141,7 +141,7 @@ def shared_bytes_of(device: torch.device) -> int:
 
     try:
         utils = driver.active.utils
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise ConfigError(
             f"Triton cannot compile the module with which it launches kernels ({error}): it needs a C compiler, the "
             "headers of Python (Debian, Ubuntu: gcc, python3-dev), and a folder that can be written (TRITON_CACHE_DIR)"

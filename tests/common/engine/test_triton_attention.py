@@ -241,7 +241,14 @@ def test_a_measured_tile_with_too_few_lines_for_the_heads_is_not_used() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("Failed to find C compiler"), subprocess.CalledProcessError(1, "gcc"), PermissionError("/x")]
+    "error",
+    [
+        RuntimeError("Failed to find C compiler"),
+        subprocess.CalledProcessError(1, "gcc"),
+        PermissionError("/x"),
+        AssertionError("libcuda.so cannot found!"),
+        ImportError("cuda_utils.so: failed to map segment from shared object"),
+    ],
 )
 def test_a_machine_on_which_triton_cannot_compile_is_told_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch, error: Exception
