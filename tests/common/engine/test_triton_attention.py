@@ -301,7 +301,7 @@ def test_the_backend_is_chosen_by_name() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_kernels_compile_for_gpus_with_hardly_a_spilled_register(capability: int, tmp_path: Path) -> None:
     """Triton's package has NVIDIA's assembler, so that machine code is made without a GPU; nothing is launched."""
     script = ROOT / "tests/support/engine/compile_triton_kernels.py"
@@ -321,6 +321,6 @@ def test_kernels_compile_for_gpus_with_hardly_a_spilled_register(capability: int
     assert {kernel["name"] for kernel in kernels} == operations | sampling | attention | {"copy_runs", "grouped_linear"}
     assert not any(kernel["is_fused"] for kernel in kernels if kernel["name"] in sampling), "draws may differ"
     for kernel in kernels:
-        assert kernel["shared_bytes"] <= (227 if capability >= 90 else 99) << 10, kernel
-        assert kernel["stack_bytes"] <= 128, kernel  # spilled registers
+        assert kernel["shared_bytes"] <= (227 if capability in (90, 100) else 99) << 10, kernel
+        assert kernel["stack_bytes"] <= (160 if capability == 120 else 128), kernel  # spilled registers
     assert np.all([kernel["code_bytes"] > 0 for kernel in kernels])
