@@ -60,7 +60,9 @@ def find_checkpoint(
     return folder
 
 
-def find_tokenizer(path_or_hub_id: str, *, patterns: Sequence[str] = (TOKENIZER_FILE, TOKENIZER_CONFIG)) -> Path:
+def find_tokenizer(
+    path_or_hub_id: str, *, patterns: Sequence[str] = (TOKENIZER_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS)
+) -> Path:
     """Return the folder of ``--tokenizer``. Raises ConfigError as ``find_model`` does, or without a tokenizer.json."""
     folder = find_model(path_or_hub_id, patterns=patterns, flag="--tokenizer ")
     if not (folder / TOKENIZER_FILE).is_file():

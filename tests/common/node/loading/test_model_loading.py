@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from support.service.service import SMALL_MODEL
@@ -78,6 +79,20 @@ def test_the_end_token_of_the_tokenizer_ends_outputs_too(tmp_path: Path) -> None
             model_loading._load_model_config(config)
     (tokenizer / "tokenizer_config.json").unlink()
     assert model_loading._load_model_config(config).eos_token_ids == (5,)
+
+
+def test_a_node_fetches_all_files_of_a_tokenizer_that_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eos = {"eos_token": "</s>"}
+    files = {"tokenizer.json": {"added_tokens": [{"id": 4, "content": "</s>"}]}, "special_tokens_map.json": eos}
+
+    def download(*_: object, allow_patterns: list[str], **__: object) -> str:
+        for name in set(files) & set(allow_patterns):
+            (tmp_path / name).write_text(json.dumps(files[name]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    config = NodeConfig(model=str(SMALL_MODEL), tokenizer="someone/tokenizer")
+    assert model_loading._load_model_config(config).eos_token_ids[-1] == 4
 
 
 def test_a_node_loads_its_model_with_a_shorter_context() -> None:
