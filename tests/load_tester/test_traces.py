@@ -215,8 +215,14 @@ def test_a_users_own_requests_keep_their_fields_and_need_no_clock(tmp_path: Path
 
 
 def test_chats_may_name_their_length_by_max_completion_tokens(tmp_path: Path) -> None:
-    (row,) = read_trace(write(tmp_path / "t", {"messages": [], "max_completion_tokens": 500})).rows
-    assert row.num_output == 500 and row.extra == {"messages": []}, "the body has one limit"
+    for fields, num_output in (
+        ({"max_completion_tokens": 500}, 500),
+        ({"max_completion_tokens": 500, "max_tokens": 100}, 500),
+        ({"max_completion_tokens": None, "max_tokens": 100}, 100),
+        ({"max_completion_tokens": None}, 32),
+    ):
+        (row,) = read_trace(write(tmp_path / "t", {"messages": [], **fields})).rows
+        assert row.num_output == num_output and row.extra == {"messages": []}, "the body has one limit"
 
 
 def test_a_users_own_requests_may_have_hash_ids_of_512_tokens(tmp_path: Path) -> None:

@@ -197,8 +197,8 @@ def _own_row(content: dict[str, Any]) -> TraceRow:
     at = content.get("at", content.get("timestamp"))
     prompt = extra.get("prompt")
     num_input = _length(content.get("input_length", len(prompt) if isinstance(prompt, list) else 0))
-    max_tokens = extra.pop("max_completion_tokens", extra.pop("max_tokens", 0))
-    num_output = _length(content.get("output_length", max_tokens))
+    limits = [extra.pop("max_completion_tokens", None), extra.pop("max_tokens", None)]
+    num_output = _length(content.get("output_length", next((limit for limit in limits if limit is not None), 0)))
     if num_input < 0 or num_output < 0:
         raise ValueError("a length below 0")
     if not num_input and "prompt" not in extra and "messages" not in extra:
