@@ -137,7 +137,10 @@ def verdict(
         limit = config.lateness_s * 1e3
         reasons.append(f"1 % of requests went out more than {late * 1e3:.1f} ms late (limit {limit:g} ms)")
     if without := sum(record.error == "no_socket" for record in records):
-        reasons.append(f"the client had no files or ports for {counted(without, 'connection')}: raise ulimit -Hn")
+        reasons.append(
+            f"the client had no files or ports for {counted(without, 'connection')}: raise ulimit -Hn, or widen "
+            "net.ipv4.ip_local_port_range"
+        )
     intended, achieved = arrivals["intended_rate"], arrivals["achieved_rate"]
     if intended and achieved and arrivals["count"] >= MIN_FOR_TEST and _is_missed(arrivals, config):
         reasons.append(f"requests went out at {achieved:.4g}/s instead of {intended:.4g}/s")
