@@ -135,7 +135,7 @@ def shared_bytes_of(device: torch.device) -> int:
     """Return the shared memory that one program may use on a GPU.
 
     Raises:
-        ConfigError: Triton cannot compile the module with which it launches kernels.
+        ConfigError: Triton cannot make the module with which it launches kernels.
     """
     from triton.runtime.driver import driver
 
@@ -143,8 +143,9 @@ def shared_bytes_of(device: torch.device) -> int:
         utils = driver.active.utils
     except (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise ConfigError(
-            f"Triton cannot compile the module with which it launches kernels ({error}): it needs a C compiler, the "
-            "headers of Python (Debian, Ubuntu: gcc, python3-dev), and a folder that can be written (TRITON_CACHE_DIR)"
+            f"Triton cannot make the module with which it launches kernels ({error}): it needs a C compiler, the "
+            "headers of Python (Debian, Ubuntu: gcc, python3-dev), libcuda.so.1 of NVIDIA's driver, and a folder whose "
+            "files can be written and executed (TRITON_CACHE_DIR)"
         ) from error
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(utils.get_device_properties(index)["max_shared_mem"])

@@ -260,9 +260,8 @@ def test_a_machine_on_which_triton_cannot_compile_is_told_what_it_lacks(
 
     module = importlib.import_module("triton.runtime.driver")  # ``triton.runtime.driver`` is the object in it
     monkeypatch.setattr(module, "driver", Driver())
-    with pytest.raises(
-        ConfigError, match=rf"\({re.escape(str(error))}\): it needs a C compiler, the headers of Python"
-    ):
+    needs = "it needs a C compiler, the headers of Python .*, libcuda.*, and a folder .* executed"
+    with pytest.raises(ConfigError, match=rf"\({re.escape(str(error))}\): {needs}"):
         shared_bytes_of(torch.device("cuda", 0))
 
 
