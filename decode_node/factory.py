@@ -3,7 +3,6 @@
 from dataclasses import fields
 
 from common.node.worker_context import WorkerContext
-from common.scheduling.new_token_ratio import NewTokenRatio
 from decode_node.moves import OutgoingMoves
 from decode_node.role import DecodeRole
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
@@ -18,7 +17,6 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
     limits = DecodeLimits(
         **{field.name: getattr(prefill_limits, field.name) for field in fields(prefill_limits)},
         is_mixed=config.enable_mixed_chunk,
-        clip_tokens=context.constants.clip,
         is_retracted_by_priority=config.is_retracted_by_priority,
         resume_tokens=config.resume_prefill_threshold,
         reserved_tokens=config.num_reserved_decode_tokens,
@@ -35,7 +33,6 @@ def build(context: WorkerContext, ends: TransportEnds) -> DecodeRole:
         context.allocator,
         limits=limits,
         ordering=context.ordering(),
-        ratio=NewTokenRatio(context.constants),
         eos_token_ids=context.eos_token_ids,
         is_connected=receiver.is_connected,
     )

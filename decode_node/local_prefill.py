@@ -123,15 +123,13 @@ class LocalPrefill:
     def _adder(self) -> PrefillAdder:
         holders = self._table.holders()
         total = (self._allocator.num_for_steps + self._cache.num_evictable_pages) * self._cache.page_size
-        ratio, clip = self._queue.expectation()
         return PrefillAdder(
             self._cache,
             self._allocator,
             self._limits,
-            total_tokens=total - self._queue.expected(holders),
-            clip=clip,
+            total_tokens=total - self._queue.reserved(holders),
             reserve_output=True,
+            reserved_tokens=self._limits.reserved_tokens,
             is_alone=not holders,
             running=holders,
-            ratio=ratio,
         )

@@ -6,7 +6,6 @@ request ahead of it needs, except up to ``max_skip_ahead`` requests. The same nu
 for a prefix in transfer; after that, only requests that leave it room may.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,16 @@ from common.decision_log import DecisionLog
 from common.request import Request, RequestKey
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
 from common.scheduling.long_prompts import LongPrompts
-from common.scheduling.new_token_ratio import CLIP_TOKENS, NewTokenRatio, expected_room, expected_tokens
 from common.scheduling.ordering import RequestOrdering
+from common.scheduling.output_reserve import RESERVED_TOKENS, reserved_room, reserved_tokens
 from common.scheduling.prefill_adder import PrefillLimits
 from common.scheduling.skip_ahead import PASSING, SkipAhead
 from decode_node.page_reservation import PageReservations, Reservation
 from decode_node.request_state import Event, State
 from decode_node.request_table import RequestTable
+
+#: The most output tokens that count of a request whose length is known and that is computed here.
+MOST_KNOWN_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +34,17 @@ class DecodeLimits(PrefillLimits):
 
     Attributes:
         is_mixed: chunks are computed in the same steps as decode rows; otherwise both take turns.
-        clip_tokens: the most further tokens that a request is expected to need.
         is_retracted_by_priority: when the batch outgrows the pool, the least urgent request is retracted; otherwise the
             one with the shortest output, whose loss costs the least work.
         resume_tokens: a retracted request that lacks more tokens than this is computed again by its prefill node; None
             computes it here in any case.
-        reserved_tokens: room kept for each request's further output; None keeps as much as it is expected to need.
+        reserved_tokens: room kept for each request's further output.
     """
 
     is_mixed: bool = False
-    clip_tokens: int = CLIP_TOKENS
     is_retracted_by_priority: bool = False
     resume_tokens: int | None = None
-    reserved_tokens: int | None = None
+    reserved_tokens: int = RESERVED_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class _KeptRoom:
     """The room that one pass over the queue keeps for other requests. It is added up once, and not for each request.
 
     Attributes:
-        for_holders: tokens that requests with pages are expected to need; None without such requests.
+        for_holders: tokens that are kept for requests with pages; None without such requests.
         for_those_ahead: tokens that requests ahead without pages need; None without such requests.
         num_windowed: window pages that these need.
         num_blocking: how many of ``SkipAhead.blocking`` are counted.
     """
 
-    for_holders: float | None
+    for_holders: int | None
     for_those_ahead: int | None = None
     num_windowed: int = 0
     num_blocking: int = 0
@@ -81,7 +81,6 @@ class PreallocQueue:
     """Requests that wait for pages, and the reservations for them.
 
     Args:
-        ratio: how much of its allowed output a request is expected to produce.
         is_connected: whether a prefill node (by incarnation) can be asked to compute a request again.
 
     Attributes:
@@ -96,7 +95,6 @@ class PreallocQueue:
         ordering: RequestOrdering,
         *,
         limits: DecodeLimits,
-        ratio: NewTokenRatio,
         is_connected: Callable[[str], bool],
     ) -> None:
         self.decisions = DecisionLog()
@@ -107,7 +105,6 @@ class PreallocQueue:
         self._table = table
         self._ordering = ordering
         self._limits = limits
-        self._ratio = ratio
         self._is_connected = is_connected
         self._last_try: tuple[int, ...] = ()
 
@@ -282,29 +279,23 @@ class PreallocQueue:
 
     # ---- room -------------------------------------------------------------------------------------------------------
 
-    def expectation(self) -> tuple[float, int]:
-        """The share of its remaining output that room is kept for, and the most tokens of one request."""
-        reserved = self._limits.reserved_tokens
-        return (self._ratio.value, self._limits.clip_tokens) if reserved is None else (1.0, reserved)
-
-    def expected(self, requests: Sequence[Request]) -> int:
-        """Output tokens that these requests together are expected to need still."""
-        return expected_tokens(requests, *self.expectation(), self._reservations.kv_window)
+    def reserved(self, requests: Sequence[Request]) -> int:
+        """Tokens of room that are kept for the further output of these requests."""
+        return reserved_tokens(requests, self._limits.reserved_tokens, self._reservations.kv_window)
 
     def _kept_for_holders(self) -> _KeptRoom:
-        """The room that requests with pages are expected to need."""
+        """The room that is kept for requests with pages."""
         holders = self._table.holders()
-        room = sum(expected_room(holder, *self.expectation(), self._reservations.kv_window) for holder in holders)
-        return _KeptRoom(room if holders else None)
+        return _KeptRoom(self.reserved(holders) if holders else None)
 
     def _keep_for(self, request: Request, kept: _KeptRoom) -> None:
         """Keep room for a request that is ahead of the following ones and gets no pages now."""
         kept.for_those_ahead = (kept.for_those_ahead or 0) + self._need_here(request)
         kept.num_windowed += self._reservations.num_windowed(request, is_here=self.is_computed_here(request))
 
-    def _room_with(self, request: Request, kept: _KeptRoom) -> float:
-        """The room that requests with pages, and this one, are expected to need."""
-        return (kept.for_holders or 0) + expected_room(request, *self.expectation(), self._reservations.kv_window)
+    def _room_with(self, request: Request, kept: _KeptRoom) -> int:
+        """The room that is kept for requests with pages, and this one."""
+        return (kept.for_holders or 0) + self.reserved([request])
 
     def _spare_tokens(self, request: Request, kept: _KeptRoom) -> int:
         """Tokens that must stay available beyond the prompt's pages if ``request`` gets them.
@@ -314,7 +305,7 @@ class PreallocQueue:
         """
         if kept.for_holders is None and kept.for_those_ahead is None:
             return 1
-        room = math.ceil(self._room_with(request, kept))
+        room = self._room_with(request, kept)
         if kept.for_those_ahead is not None:
             room += -request.num_decodable % self._reservations.page_size + kept.for_those_ahead
         return room
@@ -332,10 +323,10 @@ class PreallocQueue:
 
     def _output_here(self, request: Request) -> int:
         """Output tokens for which ``_need_here`` counts room."""
-        _, clip = self.expectation()
+        most = self._limits.reserved_tokens
         if request.sampling.ignore_eos:
-            clip = max(clip, self._limits.clip_tokens)  # a flat reserve does not count where the length is known
-        return math.ceil(expected_room(request, 1.0, clip, self._reservations.kv_window))
+            most = max(most, MOST_KNOWN_TOKENS)  # the adder wants a proof that all of it fits
+        return reserved_room(request, most, self._reservations.kv_window)
 
     def _num_outside(self, request: Request) -> int:
         """Tokens for which the request needs no pages at its admission, in whole pages."""
@@ -360,11 +351,11 @@ class PreallocQueue:
         if not others:
             num_tokens = request.num_decodable - self._num_outside(request) + 1
         elif self.is_computed_here(request):
-            num_tokens = self._need_here(request) + self.expected(others)
+            num_tokens = self._need_here(request) + self.reserved(others)
             if to_their_ends and request.sampling.ignore_eos:
                 num_tokens += self._room_to_prove(request, others)
         else:
-            num_tokens = request.num_decodable - self._num_outside(request) + self.expected([*others, request])
+            num_tokens = request.num_decodable - self._num_outside(request) + self.reserved([*others, request])
         return self._reservations.lacks(request, num_tokens, without, is_here=self.is_computed_here(request))
 
     def _room_to_prove(self, request: Request, others: Sequence[Request]) -> int:
@@ -374,7 +365,7 @@ class PreallocQueue:
         kv_window = self._reservations.kv_window
         known = [other for other in others if other.sampling.ignore_eos]
         num_left = sum(max(0, min(one.num_left, kv_window.room_left(one))) for one in [*known, request])
-        num_counted = self.expected(known) + self._output_here(request)
+        num_counted = self.reserved(known) + self._output_here(request)
         return num_left - num_counted + (self._reservations.page_size - 1) * (len(others) + 1)
 
     def waits_for_prefix(self, request: Request) -> bool:

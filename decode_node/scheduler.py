@@ -25,7 +25,6 @@ from common.finish_reason import Finish, finish_reason
 from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.deadlines import Deadlines
-from common.scheduling.new_token_ratio import NewTokenRatio
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import Chunk, SamplingFailed, admit_row, chunk_results
 from common.scheduling.slots import OutstandingSteps
@@ -86,7 +85,6 @@ class DecodeScheduler:
     """Owns every request of a decode node, from submission to its end.
 
     Args:
-        ratio: how much of its allowed output a request is expected to produce.
         is_connected: whether a prefill node (by incarnation) can be asked to compute a request again.
 
     Attributes:
@@ -100,7 +98,6 @@ class DecodeScheduler:
         *,
         limits: DecodeLimits,
         ordering: RequestOrdering,
-        ratio: NewTokenRatio,
         eos_token_ids: Collection[int],
         is_connected: Callable[[str], bool],
     ) -> None:
@@ -109,7 +106,6 @@ class DecodeScheduler:
         self._allocator = allocator
         self._limits = limits
         self._ordering = ordering
-        self._ratio = ratio
         self._eos = frozenset(eos_token_ids)
         self._kv_window = limits.kv_window or KVWindow(cache.page_size)
         self._capacity = self._kv_window.max_tokens(allocator.num_pages)
@@ -117,9 +113,7 @@ class DecodeScheduler:
         self.grammars = self._table.grammars
         self._deadlines = Deadlines(self._table.requests)
         self._reservations = PageReservations(cache, allocator, self._kv_window)
-        self._queue = PreallocQueue(
-            self._reservations, self._table, ordering, limits=limits, ratio=ratio, is_connected=is_connected
-        )
+        self._queue = PreallocQueue(self._reservations, self._table, ordering, limits=limits, is_connected=is_connected)
         self._preemptor = Preemptor(
             cache,
             allocator,
@@ -173,8 +167,6 @@ class DecodeScheduler:
         bound = self._limits.max_queued
         if bound is not None and len(self._table.waiting) + len(self._table.compiling) >= bound:
             raise RequestError(ErrorCode.QUEUE_FULL, f"{bound} requests wait on the decode node already")
-        if self._limits.reserved_tokens is not None:
-            request.expected_output = 0
         self._table.enter(request, source=source)
         self._deadlines.add(request)
 
@@ -326,23 +318,17 @@ class DecodeScheduler:
             return None
         if self._preemptor.preempt_for_first(now):
             self.grant(now)
-        grown, has_run_short, later = self._join_and_grow(now)
+        grown, later = self._join_and_grow(now)
         is_decodes_turn = self._were_chunks_alone and bool(self._rows())
         chunks, begun = ([], []) if is_decodes_turn else self._local.extend(now, later)
         if later and not is_decodes_turn:
-            others_grown, have_run_short, _ = self._join_and_grow(now, keeps_slots=False)
-            grown += others_grown
-            has_run_short = has_run_short or have_run_short
+            grown += self._join_and_grow(now, keeps_slots=False)[0]
         chunks = [chunk for chunk in chunks if chunk.request.slot >= 0]  # some lost their slot to later ones
         begun = [request for request in begun if request.slot >= 0]
         self._were_chunks_alone = bool(chunks) and not self._limits.is_mixed
         rows = [] if self._were_chunks_alone else self._rows()
         if not rows and not chunks:
-            if not self._table.requests:
-                self._ratio.reset()
             return None
-        if rows and not has_run_short:
-            self._ratio.decoded()
         return self._step(rows, chunks, begun, grown)
 
     def _step(
@@ -380,24 +366,22 @@ class DecodeScheduler:
             windows=self._allocator.window_deltas([*joining, *begun], [*rows, *(chunk.request for chunk in chunks)]),
         )
 
-    def _join_and_grow(self, now: float, *, keeps_slots: bool = True) -> tuple[list[Request], bool, Sequence[Request]]:
+    def _join_and_grow(self, now: float, *, keeps_slots: bool = True) -> tuple[list[Request], Sequence[Request]]:
         """Fill the slots, and give every running request room for a token.
 
         A retraction for lack of pages frees a slot, which may be the only one: another request joins then.
 
         Returns:
-            The requests that have a page more, whether others were retracted for it, and what ``_join_batch`` returns.
+            The requests that have a page more, and what ``_join_batch`` returns.
         """
         totals = self._preemptor.totals
         grown: list[Request] = []
-        has_run_short = False
         while True:
             later = self._join_batch(now, keeps_slots=keeps_slots)
             num_retractions = totals["retractions"]
             grown += self._grow(now)
             if totals["retractions"] == num_retractions:
-                return grown, has_run_short, later
-            has_run_short = True
+                return grown, later
 
     def _join_batch(self, now: float, *, keeps_slots: bool) -> Sequence[Request]:
         """Give slots to requests that hold all they need: paused ones, and those whose prompts have arrived.
@@ -465,7 +449,6 @@ class DecodeScheduler:
                 elif victim := self._preemptor.victim():
                     num_pages = len(set(victim.pages))  # a page of a ring is in the table several times
                     self._preemptor.retract(victim, now, "a running request needs its {} pages", num_pages)
-                    self._ratio.retracted(list(self._table.running.values()))
                 else:
                     break
         return grown
@@ -601,7 +584,6 @@ class DecodeScheduler:
         for request in rows:
             request.num_computed += count
             request.num_scheduled += count
-        self._ratio.decoded(count)
         self._totals["budget_rows"] += count * self._limits.max_running
         self._totals["budget_rows_used"] += count * len(rows)
         plan = StepPlan(

@@ -76,9 +76,10 @@ class BatchingOptions:
         "The request that a decode node retracts when it runs out of pages: shortest-output (least work lost) or "
         "priority (the least urgent); auto is priority with --enable-priority-scheduling, else shortest-output.",
     )
-    num_reserved_decode_tokens: int | None = option(
-        None,
-        "Tokens that a decode node reserves for the output of each request. Without it: the expected output.",
+    num_reserved_decode_tokens: int = option(
+        128,
+        "Tokens of room that a decode node keeps for the further output of each request. Less serves more requests at "
+        "once, of which more are retracted when pages run short.",
         minimum=0,
     )
     resume_prefill_threshold: int | None = option(

@@ -27,13 +27,8 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SMALL_MODEL = str(Path(__file__).resolve().parents[2] / "scripts" / "models" / "small_model")
 SMALL_MODEL_NAME = "baton-small"
 
-#: Variables that ``new_token_ratio`` and ``in_batch_prefix_caching`` in ``common.scheduling`` read.
+#: Variables that ``common.scheduling.in_batch_prefix_caching`` reads.
 SCHEDULING_VARIABLES = (
-    "BATON_INIT_NEW_TOKEN_RATIO",
-    "BATON_MIN_NEW_TOKEN_RATIO_FACTOR",
-    "BATON_NEW_TOKEN_RATIO_DECAY_STEPS",
-    "BATON_RETRACT_DECODE_STEPS",
-    "BATON_CLIP_MAX_NEW_TOKENS_ESTIMATION",
     "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
     "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
 )

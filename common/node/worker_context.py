@@ -16,7 +16,6 @@ from common.errors import invariant
 from common.node.loading.memory_plan import Capacity
 from common.plugins import load_policy
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits, prefix_limits_from_environ
-from common.scheduling.new_token_ratio import RatioConstants, ratio_constants_from_environ
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_ordering
 from common.scheduling.prefill_adder import LongPromptLimits, PrefillLimits
@@ -54,13 +53,9 @@ class WorkerContext:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     @property
-    def constants(self) -> RatioConstants:
-        """How much output is expected of requests. Raises ConfigError: a ``BATON_*`` variable has a wrong value."""
-        return ratio_constants_from_environ(self.environ)
-
-    @property
     def sharing(self) -> InBatchPrefixLimits:
-        """When a prompt waits for a prefix of another one. Raises as ``constants``."""
+        """When a prompt waits for a prefix of another one. Raises ConfigError: a ``BATON_*`` variable has a wrong
+        value."""
         return prefix_limits_from_environ(self.environ)
 
     @property
@@ -136,9 +131,7 @@ class WorkerContext:
     def ordering(self) -> RequestOrdering:
         """The ordering of the role's queue. Raises ConfigError if the user's own policy cannot be made."""
         own_policy = load_policy(self.config.schedule_policy)
-        return make_ordering(
-            self.config, self.cache, own_policy=own_policy, sharing=self.sharing, constants=self.constants
-        )
+        return make_ordering(self.config, self.cache, own_policy=own_policy, sharing=self.sharing)
 
 
 def make_cache(config: NodeConfig, allocator: PageAllocator) -> RadixCache:

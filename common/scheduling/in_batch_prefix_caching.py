@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from common.cache.radix_cache import RadixCache
 from common.cache.request_kv import adds_to_cache, packed_tokens
 from common.cache.tree_node import TOKEN_BYTES, TokenKey
+from common.errors import ConfigError
 from common.request import Request
-from common.scheduling.new_token_ratio import count_from_environ
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,19 @@ def prefix_limits_from_environ(environ: Mapping[str, str]) -> InBatchPrefixLimit
     """The defaults, overridden by ``BATON_*`` variables. Raises ConfigError for an invalid value."""
     default = InBatchPrefixLimits()
     return InBatchPrefixLimits(
-        max_cached=count_from_environ(environ, "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", default.max_cached, 0),
-        min_shared=count_from_environ(
+        max_cached=_count_from_environ(environ, "BATON_IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", default.max_cached, 0),
+        min_shared=_count_from_environ(
             environ, "BATON_IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD", default.min_shared, 1
         ),
     )
+
+
+def _count_from_environ(environ: Mapping[str, str], name: str, default: int, low: int) -> int:
+    """An integer of at least ``low`` from the environment. Raises ConfigError naming the variable."""
+    text = environ.get(name, str(default)).strip()
+    if not text.isascii() or not text.isdigit() or int(text) < low:
+        raise ConfigError(f"{name}={text} must be a whole number of at least {low}")
+    return int(text)
 
 
 class InBatchPrefixes:

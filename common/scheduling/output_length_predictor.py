@@ -3,7 +3,6 @@
 Outputs of one application resemble each other, and its prompts begin alike. Mean lengths are kept by tenant and prompt
 prefix, by tenant, and over all requests; the narrowest group with enough outputs decides. A mean counts the last few
 dozen outputs. An output that was cut at its limit would have been longer, so it counts as the mean if that is more.
-Without a prediction, nodes use their ratio (``common/scheduling/new_token_ratio.py``).
 """
 
 import math

@@ -14,7 +14,6 @@ every layer attends within a window and the pages do not suffice for the whole p
 (``common/cache/kv_window.py``).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -29,7 +28,7 @@ from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within
 from common.scheduling.ignore_eos_admission import Growth, fits, is_extending, num_private_pages
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
-from common.scheduling.new_token_ratio import CLIP_TOKENS, expected_left, expected_room
+from common.scheduling.output_reserve import RESERVED_TOKENS, reserved_room
 from common.scheduling.skip_ahead import MAX_SKIP_AHEAD
 from common.step_plan import Admit, Row, StepResult
 
@@ -182,12 +181,11 @@ class PrefillAdder:
 
     Args:
         total_tokens: free and evictable memory minus what admitted requests are still expected to need.
-        clip: the most output tokens that are reserved for one request.
-        reserve_output: count the outputs of admitted requests; true on the node that decodes them.
+        reserve_output: keep room for the outputs of admitted requests; true on the node that decodes them.
+        reserved_tokens: of each of them.
         is_alone: no other request is expected to need memory, so the first request is admitted if its prompt fits.
         running: requests that decode on this node, for the proof of ``ignore_eos_admission``. ``total_tokens``
             already accounts for their expected needs.
-        ratio: the share of its remaining output that a request without ``ignore_eos`` is expected to produce.
     """
 
     def __init__(
@@ -197,11 +195,10 @@ class PrefillAdder:
         limits: PrefillLimits,
         *,
         total_tokens: int,
-        clip: int = CLIP_TOKENS,
         reserve_output: bool,
+        reserved_tokens: int = RESERVED_TOKENS,
         is_alone: bool = False,
         running: Sequence[Request] = (),
-        ratio: float = 1.0,
     ) -> None:
         self.chunks: list[Chunk] = []
         self.total_left = total_tokens
@@ -214,11 +211,10 @@ class PrefillAdder:
         self._allocator = allocator
         self.page_size = cache.page_size
         self._places: dict[RequestKey, int] = {}  # of each request's chunk in ``chunks``
-        self._clip = clip
         self._reserve_output = reserve_output
+        self._reserved_tokens = reserved_tokens
         self._is_alone = is_alone
         self._running = running
-        self._ratio = ratio
         self._kv_window = limits.kv_window or KVWindow(cache.page_size)
 
     @property
@@ -413,12 +409,12 @@ class PrefillAdder:
         """Output tokens that a request will produce (``ignore_eos``) or is expected to produce."""
         if request.sampling.ignore_eos:
             return request.num_left
-        return math.ceil(expected_left(request, self._ratio, self._clip))
+        return min(request.num_left, self._reserved_tokens)
 
     def _reserve(self, request: Request) -> int:
         if not self._reserve_output:
             return 0
-        return math.ceil(expected_room(request, 1.0, self._clip, self._kv_window))
+        return reserved_room(request, self._reserved_tokens, self._kv_window)
 
     def _admit(self, request: Request, match: Match, own: list[int], *, is_ring: bool) -> None:
         num_pages = self._kv_window.num_pages(request.num_tokens)

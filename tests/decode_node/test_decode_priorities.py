@@ -9,7 +9,6 @@ from support.scheduling.single_nodes import DecodeNode as Node
 from common.cache.page_allocator import Owner
 from common.config.scheduling import PriorityRules
 from common.request import Request
-from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.prefill_adder import LongPromptLimits
 from decode_node.request_state import State
@@ -247,39 +246,6 @@ def test_the_newest_of_equal_requests_is_retracted_when_pages_run_short() -> Non
         assert [key[0] for key in node.table.retracted] == ["new"]
 
 
-def test_the_new_token_ratio_set_by_a_retraction_falls_from_the_next_step_on() -> None:
-    ratio = NewTokenRatio(RatioConstants(initial=0.5, lowest_factor=0.0, decay_steps=100))
-    node = Node(num_pages=6, rules=PriorityRules(), ratio=ratio)
-    for rid in ("a", "b"):
-        node.submit(rid, 8, new=100).expected_output = 1
-    node.grant()
-    node.receive("a", "b")
-    while not node.table.retracted:
-        before = ratio.value
-        node.step()
-    [stays] = node.table.running.values()
-    assert (
-        ratio.value == (len(stays.output) - 1 + 20) / (100 + 1) != before
-    )  # the ratio was set before this step's token
-    before = ratio.value
-    node.step()
-    assert ratio.value == pytest.approx(before - 0.005)
-
-
-def test_the_new_token_ratio_is_reset_when_the_node_is_idle_but_not_during_transfers() -> None:
-    ratio = NewTokenRatio(RatioConstants(initial=0.5, lowest_factor=0.0, decay_steps=100))
-    node = Node(rules=PriorityRules(), ratio=ratio)
-    node.run_in("a", 8, new=5)
-    node.submit("b", 8, new=5)
-    node.grant()
-    while node.step():
-        pass
-    assert node.done == ["a"]
-    assert ratio.value == pytest.approx(0.5 - 4 * 0.005)
-    assert node.run() == ["a", "b"]
-    assert ratio.value == 0.5
-
-
 def test_tokens_of_a_step_come_in_order_of_priority() -> None:
     node = Node()
     for rid, priority in (("a", 1), ("b", 3), ("c", 2)):
@@ -358,19 +324,10 @@ def test_local_prompts_overtake_a_request_that_lacks_pages_a_limited_number_of_t
     assert node.run()[-3:] == ["large", "local1", "local2"]
 
 
-def test_pages_are_reserved_for_the_predicted_output() -> None:
-    for predicted, is_let_in in ((4, True), (40, False)):
-        node = Node(num_pages=12, rules=PriorityRules())
-        node.run_in("a", 8, new=40).expected_output = predicted
-        node.submit("b", 24, new=4)
-        assert bool(node.grant()) == is_let_in
-
-
-def test_a_flat_reserve_overrides_predictions() -> None:
+def test_room_is_kept_for_further_outputs() -> None:
     for reserved, is_let_in in ((0, True), (20, False)):
         node = Node(num_pages=12, rules=PriorityRules(), reserved_tokens=reserved)
-        request = node.submit("a", 8, new=40)
-        assert request.expected_output == 0
+        node.submit("a", 8, new=40)
         node.grant()
         node.submit("b", 24, new=4)
         assert bool(node.grant()) == is_let_in
@@ -379,7 +336,7 @@ def test_a_flat_reserve_overrides_predictions() -> None:
 @pytest.mark.parametrize(("first", "second", "begun"), [(24, 1, 1), (4, 12, 1), (4, 11, 2)])
 def test_local_prompts_that_begin_together_leave_room_for_their_outputs(first: int, second: int, begun: int) -> None:
     """The pool has 32 tokens, and each prompt 8. The first may fill the pool with its output, because nothing runs."""
-    node = Node(num_pages=8, chunk=16)
+    node = Node(num_pages=8, chunk=16, reserved_tokens=24)
     node.submit("first", 8, new=first, is_local=True)
     node.submit("second", 8, new=second, is_local=True)
     node.step()
@@ -396,10 +353,8 @@ def test_a_local_prompt_without_a_slot_takes_no_pages() -> None:
     assert node.run() == ["running", "local", "paused"]
 
 
-@pytest.mark.parametrize(("reserved", "is_retracted"), [(0, False), (None, True)])
-def test_a_local_prompt_for_which_the_reserve_is_free_preempts_nothing(
-    reserved: int | None, is_retracted: bool
-) -> None:
+@pytest.mark.parametrize(("reserved", "is_retracted"), [(0, False), (50, True)])
+def test_a_local_prompt_for_which_the_reserve_is_free_preempts_nothing(reserved: int, is_retracted: bool) -> None:
     """The prompt takes 24 of 80 tokens, 8 are held, and 50 may follow."""
     node = Node(num_pages=20, reserved_tokens=reserved)
     node.run_in("low", 8, 0, new=8)

@@ -10,7 +10,6 @@ from common.cache.page_allocator import Owner
 from common.errors import RequestError
 from common.request import Request
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
-from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 
 #: Pages of a ring in which a request grows: a token sees 10 tokens before it, on at most 4 pages with its own.
 MOST = 4
@@ -70,7 +69,7 @@ def test_a_prompt_within_the_window_is_cached_and_never_overwritten() -> None:
 
 
 def test_as_many_requests_run_as_rings_fit() -> None:
-    node = node_of(5 * MOST, ratio=NewTokenRatio(RatioConstants(initial=1.0)))
+    node = node_of(5 * MOST, reserved_tokens=200)
     for number in range(8):
         node.submit(f"r{number}", 400, new=200)
     assert len(node.run()) == 8

@@ -8,7 +8,6 @@ from common.config.scheduling import SchedulingOptions
 from common.request import Request
 from common.sampling_params import SamplingParams
 from common.scheduling.chunked_prefill import ChunkAlignment
-from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepResult
 from decode_node.scheduler import DecodeLimits, DecodeScheduler, Sampled
@@ -25,7 +24,6 @@ class Node:
             allocator,
             limits=DecodeLimits(8, chunk_tokens=8, is_mixed=is_mixed, alignment=alignment or ChunkAlignment()),
             ordering=make_ordering(SchedulingOptions(), cache),
-            ratio=NewTokenRatio(RatioConstants()),
             eos_token_ids=(),
             is_connected=lambda source: False,
         )

@@ -16,7 +16,7 @@ from decode_node.page_reservation import PageReservations, Reservation
 
 
 def node_with(num_pages: int, max_skip_ahead: int) -> DecodeNode:
-    return DecodeNode(num_pages=num_pages, rules=PriorityRules(), max_skip_ahead=max_skip_ahead)
+    return DecodeNode(num_pages=num_pages, rules=PriorityRules(), max_skip_ahead=max_skip_ahead, reserved_tokens=8)
 
 
 def test_pending_pages_are_counted_beyond_the_cached_ones() -> None:
@@ -32,10 +32,10 @@ def test_pending_pages_are_counted_beyond_the_cached_ones() -> None:
 
 
 def test_a_request_with_a_pending_prefix_is_overtaken_only_within_the_skip_limit_or_if_pages_remain_for_it() -> None:
-    node = node_with(20, max_skip_ahead=2)
+    node = node_with(24, max_skip_ahead=2)
     node.submit("bringer", 12, first=50)
     assert node.grant() == ["bringer"]
-    # Seven pages beyond the three in flight, and two for the output.
+    # Seven pages beyond the three in flight, two for its output, and one for that of each other request.
     sharer = node.submit("sharer", 40, first=50)
     for number in range(4):
         node.submit(f"small{number}", 12)

@@ -132,7 +132,7 @@ def test_prompt_logprobs_are_whole_although_the_prompt_was_retracted_half_comput
 
 
 def test_a_prefill_node_forgets_what_a_connection_that_broke_before_the_grant_had_asked_for() -> None:
-    cluster = LocalCluster(page_size=4, decode_pages=8, initial_ratio=0, resume_tokens=0)
+    cluster = LocalCluster(page_size=4, decode_pages=8, reserved_tokens=0, resume_tokens=0)
     prefill, decode = cluster.prefill[0], cluster.decode[0]
     answers = [cluster.submit(rid, prompt_of(8, first), sampling(20)) for first, rid in enumerate("ab")]
     hear, lost = prefill.role.on_peer, []

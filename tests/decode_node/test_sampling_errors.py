@@ -5,7 +5,6 @@ from common.cache.radix_cache import RadixCache
 from common.config.scheduling import SchedulingOptions
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.policies.factory import make_ordering
 from common.scheduling.prefill_adder import SamplingFailed
 from common.step_plan import StepPlan, StepResult
@@ -20,7 +19,6 @@ def make_scheduler() -> tuple[DecodeScheduler, PageAllocator]:
         allocator,
         limits=DecodeLimits(8, chunk_tokens=64, is_mixed=True),
         ordering=make_ordering(SchedulingOptions(), cache),
-        ratio=NewTokenRatio(RatioConstants()),
         eos_token_ids=(),
         is_connected=lambda source: False,
     )

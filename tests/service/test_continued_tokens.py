@@ -44,7 +44,7 @@ def small() -> Iterator[LocalCluster]:
     """Nodes without a radix cache whose pools are too small for two requests."""
     made = LocalCluster(
         SMALL_MODEL, num_prefill=2, num_decode=2, page_size=PAGE_SIZE, decode_pages=6, latency=1, is_cached=False,
-        initial_ratio=0, resume_tokens=8,
+        reserved_tokens=0, resume_tokens=8,
     )  # fmt: skip
     yield made
     made.close()

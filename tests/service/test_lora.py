@@ -103,7 +103,7 @@ def test_retraction_in_a_tiny_pool_changes_no_token(merged: Merged, resume_token
     """Retracted requests are computed again on the decode node, or on their prefill node."""
     cluster = LocalCluster(
         merged.model, adapters=merged.adapters, page_size=4, chunk_tokens=16, decode_pages=40, latency=1,
-        initial_ratio=0, is_cached=False, resume_tokens=resume_tokens,
+        reserved_tokens=0, is_cached=False, resume_tokens=resume_tokens,
     )  # fmt: skip
     serve(cluster, merged.cases * 2, "r")
     assert cluster.counters(cluster.decode[0])["retractions"] > 0

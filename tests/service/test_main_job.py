@@ -74,7 +74,7 @@ def test_greedy_tokens_equal_transformers_cold_and_cached(
 def test_retraction_in_a_tiny_pool_changes_no_token(model: tuple[Path, list[Case]], latency: int) -> None:
     folder, cases = model
     small = [case for case in cases if len(case[0]) <= 65]
-    cluster = LocalCluster(folder, page_size=4, chunk_tokens=16, decode_pages=24, latency=latency, initial_ratio=0)
+    cluster = LocalCluster(folder, page_size=4, chunk_tokens=16, decode_pages=24, latency=latency, reserved_tokens=0)
     serve_all(cluster, small * 3, together=True)
     assert cluster.counters(cluster.decode[0])["retractions"] > 0
     assert cluster.counters(cluster.decode[0])["resumed_tokens_computed"] > 0
@@ -126,7 +126,7 @@ def test_local_prefill_gives_the_same_tokens(model: tuple[Path, list[Case]], chu
 def test_local_and_remote_prompts_share_a_tiny_pool(model: tuple[Path, list[Case]]) -> None:
     folder, cases = model
     small = [case for case in cases if len(case[0]) <= 65] * 3
-    cluster = LocalCluster(folder, page_size=4, chunk_tokens=16, decode_pages=24, latency=2, initial_ratio=0)
+    cluster = LocalCluster(folder, page_size=4, chunk_tokens=16, decode_pages=24, latency=2, reserved_tokens=0)
     for number, (prompt, _) in enumerate(small):
         cluster.submit(f"r{number}", prompt, GREEDY, pair=(None if number % 2 else 0, 0))
     cluster.run()

@@ -62,7 +62,7 @@ def test_penalised_tokens_equal_transformers_cold_and_cached(
 @pytest.mark.parametrize("is_local", [False, True])
 def test_penalised_tokens_survive_retractions(folder: Path, penalised: list[Case], is_local: bool) -> None:
     small = [case for case in penalised if len(case[0]) <= 65] * 3
-    cluster = LocalCluster(folder, page_size=4, chunk_tokens=16, decode_pages=24, latency=2, initial_ratio=0)
+    cluster = LocalCluster(folder, page_size=4, chunk_tokens=16, decode_pages=24, latency=2, reserved_tokens=0)
     answers = [
         cluster.submit(f"r{number}", prompt, PENALTIES, pair=(None if is_local and number % 2 else 0, 0))
         for number, (prompt, _) in enumerate(small)

@@ -29,8 +29,8 @@ SMALL_NODES = {"page_size": 4, "chunked_prefill_size": 16, "max_running_requests
 POOLS = {
     "prefill-0": {"max_total_tokens": 400},
     "prefill-1": {"max_total_tokens": 400},
-    "decode-0": {"max_total_tokens": 320},
-    "decode-1": {"max_total_tokens": 320},
+    "decode-0": {"max_total_tokens": 320, "num_reserved_decode_tokens": 1},  # admits more than fits
+    "decode-1": {"max_total_tokens": 320, "num_reserved_decode_tokens": 1},
 }
 
 
@@ -90,8 +90,7 @@ async def test_tokens_stay_exact_under_disconnects_and_small_pools(
     model: tuple[Path, list[Case]], tmp_path: Path, device: str
 ) -> None:
     folder, cases = model
-    overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
-    options = {"node_options": {**SMALL_NODES, "device": device}, "only": POOLS, "variables": overcommitted}
+    options = {"node_options": {**SMALL_NODES, "device": device}, "only": POOLS}
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
             clients = RandomClients(client, cases, seed=1)
@@ -121,9 +120,8 @@ async def test_requests_finish_exactly_at_the_minimum_of_each_resource(
     model: tuple[Path, list[Case]], tmp_path: Path, name: str
 ) -> None:
     folder, cases = model
-    options = dict(EXTREMES[name])
-    overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
-    with running(tmp_path / "logs", folder, node_options=options, variables=overcommitted) as service:
+    options = {**EXTREMES[name], "num_reserved_decode_tokens": 1}
+    with running(tmp_path / "logs", folder, node_options=options) as service:
         async with service.client() as client:
             clients = RandomClients(client, cases, seed=3)
             await asyncio.wait_for(clients.work(num_clients=12, num_requests=6), 400)
@@ -139,8 +137,7 @@ async def test_tokens_stay_exact_while_nodes_are_killed(
     model: tuple[Path, list[Case]], tmp_path: Path, seed: int
 ) -> None:
     folder, cases = model
-    overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}
-    options = {"node_options": SMALL_NODES, "only": POOLS, "variables": overcommitted}
+    options = {"node_options": SMALL_NODES, "only": POOLS}
     with running(tmp_path / "logs", folder, prefill=2, decode=2, **options) as service:
         async with service.client() as client:
             clients = RandomClients(client, cases, seed)

@@ -27,7 +27,7 @@ SCHEMA: dict[str, Any] = {
 PATTERN = r"[A-Z][a-z]{2,9}( [a-z]{2,9}){6,12}[.!?]"
 LIST = 'root ::= item (", " item){3,8}\nitem ::= [a-z]{3,9}\n'
 SAMPLING: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "top_k": 40, "seed": 3}]
-ROOMY, TINY = {"max_total_tokens": 8192}, {"max_total_tokens": 144}
+ROOMY, TINY = {"max_total_tokens": 8192}, {"max_total_tokens": 144, "num_reserved_decode_tokens": 0}
 
 
 def requests() -> list[dict[str, Any]]:
@@ -63,12 +63,9 @@ async def answers(client: Client, bodies: list[dict[str, Any]]) -> list[dict[str
 async def test_outputs_parse_across_prefill_decode_retraction_and_resume(tmp_path: Path) -> None:
     bodies = requests()
     expected: list[list[int]] = []
-    overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}  # admits more than fits
     options = {"page_size": 4, "chunked_prefill_size": 16}
     for pool in (ROOMY, TINY):
-        with running(
-            tmp_path / str(pool), node_options=options, only={"decode-0": pool}, variables=overcommitted
-        ) as service:
+        with running(tmp_path / str(pool), node_options=options, only={"decode-0": pool}) as service:
             async with service.client() as client:
                 found = await answers(client, bodies)
                 totals = await client.settled()

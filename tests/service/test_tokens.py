@@ -180,10 +180,9 @@ async def test_a_tiny_pool_retracts_requests_and_changes_no_token(
 ) -> None:
     folder, _ = models(name)
     cases = draw_prompts(load_reference(folder), [4, 5, 6, 7, 8, 9], 40, seed=5)
-    only = {"decode-0": {"max_total_tokens": 100}}
+    only = {"decode-0": {"max_total_tokens": 100, "num_reserved_decode_tokens": 0}}  # admits more than fits
     options = {"page_size": 4, "chunked_prefill_size": 16, "device": device}
-    overcommitted = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}  # admits more than fits
-    with running(tmp_path / "logs", folder, node_options=options, only=only, variables=overcommitted) as service:
+    with running(tmp_path / "logs", folder, node_options=options, only=only) as service:
         async with service.client() as client:
             await asyncio.gather(*(generate(client, case, ignore_eos=False) for case in cases * 2))
             totals = await client.settled()

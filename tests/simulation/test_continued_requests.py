@@ -97,7 +97,7 @@ def test_requests_that_are_cut_anywhere_and_retracted_yield_the_tokens_of_an_und
         is_cached=is_cached,
         decode_pages=decode_tokens // page_sizes[1],
         resume_tokens=resume_tokens,
-        initial_ratio=0,
+        reserved_tokens=0,
         max_running=3,
         num_outstanding=num_outstanding,
     )
@@ -115,7 +115,7 @@ def test_requests_that_are_cut_anywhere_and_retracted_yield_the_tokens_of_an_und
 
 
 def test_a_continued_request_that_is_retracted_before_its_first_step_is_computed_again() -> None:
-    cluster = cluster_of(page_size=4, decode_pages=24, resume_tokens=0, initial_ratio=0, max_running=2)
+    cluster = cluster_of(page_size=4, decode_pages=24, resume_tokens=0, reserved_tokens=0, max_running=2)
     prompts = {rid: prompt_of(40, number) for number, rid in enumerate(("a", "b"))}
     for rid, prompt in prompts.items():
         cluster.submit(rid, prompt, sampling(NUM_TOKENS))

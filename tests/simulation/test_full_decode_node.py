@@ -15,7 +15,7 @@ SLOW = Costs(2.0, 0.001, 0.001, 0.0, 0.001, 0.001, 32_000.0)
 @pytest.mark.parametrize("lacks", ["slots", "pages"])
 def test_a_request_waits_for_a_full_decode_node_longer_than_every_lease(lacks: str) -> None:
     limits = NodeLimits(max_running=1 if lacks == "slots" else 4, prefill_running=4, decode_pages=70)
-    service = SimulatedService(limits=limits, costs=SLOW)
+    service = SimulatedService(limits=limits, costs=SLOW, num_reserved_decode_tokens=250)
     long = 250 if lacks == "pages" else 200
     service.submit("long", prompt_of(8), long, timeout_s=10_000.0)
     for number in range(6):

@@ -133,7 +133,7 @@ def test_requests_that_wait_for_grammars_count_against_the_queue() -> None:
 
 def test_a_retracted_request_never_waits_for_its_grammar_again() -> None:
     """The decode pool holds 32 tokens; each request needs 8 + 12. A grammar takes more ticks than all of the rest."""
-    cluster = LocalCluster(page_size=4, decode_pages=8, initial_ratio=0, resume_tokens=0, grammar_ticks=300)
+    cluster = LocalCluster(page_size=4, decode_pages=8, reserved_tokens=0, resume_tokens=0, grammar_ticks=300)
     answers = [cluster.submit(f"r{i}", prompt_of(8, i), bound(12, f"grammar {i}")) for i in range(2)]
     cluster.run(600)
     assert cluster.counters(cluster.decode[0])["retractions"] > 0
@@ -146,7 +146,7 @@ def test_a_retracted_request_never_waits_for_its_grammar_again() -> None:
 def test_an_urgent_request_preempts_only_when_its_grammar_is_compiled() -> None:
     """The decode pool holds 32 tokens, of which the first request needs 26; the urgent one needs 18."""
     rules = PriorityRules(is_enabled=True, preemption_threshold=0)
-    cluster = LocalCluster(page_size=4, decode_pages=8, initial_ratio=0, resume_tokens=0, rules=rules)
+    cluster = LocalCluster(page_size=4, decode_pages=8, reserved_tokens=0, resume_tokens=0, rules=rules)
     weak = cluster.submit("weak", prompt_of(20), sampling(6))
     cluster.run_until("weak", 2)
     cluster.grammar_ticks = 2

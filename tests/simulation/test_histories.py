@@ -18,6 +18,7 @@ from common.config.scheduling import POLICIES, PriorityRules, SchedulingOptions
 from common.errors import ErrorCode
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
+from common.scheduling.output_reserve import RESERVED_TOKENS
 from common.scheduling.prefill_adder import LongPromptLimits
 from common.wire.messages import Closed, Flush, GetDecisions, Grant, Reprioritize, Resume, SetPaused
 from scripts.simulator.service.inprocess_transport import Fault, Wire
@@ -81,7 +82,7 @@ class History:
             is_cached=random.random() < 0.85,
             stream_interval=random.choice([1, 1, 3]),
             resume_tokens=random.choice([None, 0, 3, 12]),
-            initial_ratio=random.choice([0, 0, 0.21, 0.7]),
+            reserved_tokens=random.choice([0, 0, 2, 8, RESERVED_TOKENS]),
             wants_checksums=self.wants_checksums,
             limits=limits,
             wire=wire,
@@ -150,8 +151,6 @@ class History:
             "sharing": random.choice([InBatchPrefixLimits(), InBatchPrefixLimits(4, 4), InBatchPrefixLimits(0, 1)]),
             "max_skip_ahead": random.choice([8, 8, 0, 1]),
             "is_mixed": random.random() < 0.7,
-            "reserved_tokens": random.choice([None, None, 0, 8]),
-            "clip_tokens": random.choice([4_096, 2]),
         }
 
     # ---- events -----------------------------------------------------------------------------------------------------
@@ -338,7 +337,7 @@ def live(seed: int, num_outstanding: int = 1, *, kind: type[History] = History, 
 def test_a_request_that_outgrows_the_pool_fails_at_once_without_affecting_others() -> None:
     """A regression: once retracted, the request stayed first in the queue, and other requests failed instead."""
     cluster = LocalCluster(
-        page_size=4, decode_pages=4, initial_ratio=0, resume_tokens=0, limits={"max_skip_ahead": 0},
+        page_size=4, decode_pages=4, reserved_tokens=0, resume_tokens=0, limits={"max_skip_ahead": 0},
         rules=PriorityRules(is_enabled=True, preemption_threshold=0),
     )  # fmt: skip
     outgrown = cluster.submit("outgrown", prompt_of(12), sampling(30))
@@ -359,7 +358,7 @@ def test_a_request_that_outgrows_the_pool_fails_at_once_without_affecting_others
 def test_a_request_retracted_for_a_local_prompt_waits_for_it() -> None:
     """A regression: the request was granted its pages again at once and retracted again, endlessly."""
     cluster = LocalCluster(
-        page_size=4, decode_pages=8, initial_ratio=0, resume_tokens=0,
+        page_size=4, decode_pages=8, reserved_tokens=0, resume_tokens=0,
         rules=PriorityRules(is_enabled=True, preemption_threshold=0),
     )  # fmt: skip
     weak = cluster.submit("weak", prompt_of(14), sampling(4))
@@ -392,7 +391,7 @@ def test_the_grant_of_a_refused_resume_is_free_for_the_next_request() -> None:
 def test_a_request_that_has_aged_is_not_retracted() -> None:
     """If it were retracted, it would come before the request that it made room for, and both would loop."""
     rules = PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1000.0)
-    cluster = LocalCluster(page_size=4, decode_pages=5, initial_ratio=0, resume_tokens=0, rules=rules)
+    cluster = LocalCluster(page_size=4, decode_pages=5, reserved_tokens=0, resume_tokens=0, rules=rules)
     old = cluster.submit("old", prompt_of(12), sampling(6))
     cluster.run_until("old", 2)
     cluster.clock.advance(0.01)  # worth 10 priorities, and the old request arrived even earlier

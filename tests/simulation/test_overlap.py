@@ -182,7 +182,7 @@ def stopping(cluster: OverlappedCluster) -> Iterator[OverlappedCluster]:
 
 
 SHAPE: dict[str, Any] = {"num_prefill": 1, "num_decode": 2, "page_size": PAGE_SIZE, "max_running": NUM_SLOTS}
-SHAPE["initial_ratio"] = 0  # so that requests are retracted
+SHAPE["reserved_tokens"] = 0  # so that requests are retracted
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -215,7 +215,7 @@ def test_a_request_beyond_the_context_is_refused(
 
 def test_a_recomputed_prompt_keeps_its_priority_and_its_age() -> None:
     cluster = LocalCluster(
-        page_size=4, decode_pages=5, initial_ratio=0, resume_tokens=0,
+        page_size=4, decode_pages=5, reserved_tokens=0, resume_tokens=0,
         rules=PriorityRules(is_enabled=True, preemption_threshold=0, aging_per_s=1.0),
     )  # fmt: skip
     lost = cluster.submit("lost", prompt_of(12), sampling(6), priority=5)
@@ -239,7 +239,7 @@ def test_a_recomputed_prompt_keeps_its_priority_and_its_age() -> None:
 
 
 def test_a_prompt_that_its_prefill_node_computes_again_is_charged_once() -> None:
-    cluster = LocalCluster(page_size=4, decode_pages=6, initial_ratio=0, resume_tokens=0, policy="fair")
+    cluster = LocalCluster(page_size=4, decode_pages=6, reserved_tokens=0, resume_tokens=0, policy="fair")
     answers = [cluster.submit(rid, prompt_of(8, seed), sampling(12)) for seed, rid in enumerate("ab")]
     cluster.run()
     assert [len(answer.output) for answer in answers] == [12, 12]

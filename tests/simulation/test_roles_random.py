@@ -11,6 +11,7 @@ from support.examples import examples
 
 from common.config.scheduling import PriorityRules
 from common.errors import ErrorCode
+from common.scheduling.output_reserve import RESERVED_TOKENS
 from common.wire.messages import Reprioritize, SetPaused
 
 
@@ -19,7 +20,7 @@ class Cluster(RuleBasedStateMachine):
 
     priorities: PriorityRules | None = None
     resume_tokens: int | None = None
-    initial_ratio = 0.7
+    reserved_tokens = RESERVED_TOKENS
     window: int | None = None
     window_pages: tuple[int, int] | None = None
     decode_page_size = 4
@@ -41,7 +42,7 @@ class Cluster(RuleBasedStateMachine):
             latency=2,
             rules=self.priorities,
             resume_tokens=self.resume_tokens,
-            initial_ratio=self.initial_ratio,
+            reserved_tokens=self.reserved_tokens,
             window=self.window,
             window_pages=self.window_pages,
             decode_page_size=self.decode_page_size,
@@ -150,7 +151,7 @@ class UrgentCluster(Cluster):
         default_class="low",
     )
     resume_tokens = 3
-    initial_ratio = 0.0  # admits so many requests that some are retracted
+    reserved_tokens = 0  # admits so many requests that some are retracted
 
 
 class WindowCluster(Cluster):

@@ -100,7 +100,7 @@ def test_a_request_retracted_for_a_local_prompt_leaves_its_window_pages_to_it(nu
         window=8,
         window_pages=(40, of_one + num_extra),
         resume_tokens=0,
-        initial_ratio=0,
+        reserved_tokens=0,
         rules=STRICT,
     )
     weak = cluster.submit("weak", prompt_of(20), sampling(12))

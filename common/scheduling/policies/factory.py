@@ -6,7 +6,6 @@ from typing import NamedTuple
 from common.cache.radix_cache import RadixCache
 from common.config.scheduling import SchedulingOptions
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
-from common.scheduling.new_token_ratio import RatioConstants
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.base import (
     EarliestDeadlineFirst,
@@ -26,7 +25,6 @@ class PolicySettings(NamedTuple):
     options: SchedulingOptions
     page_size: int  # of the node's cache; 0 without a cache
     sharing: InBatchPrefixLimits  # which requests share enough of a prefix, for ``lpm``
-    constants: RatioConstants  # expected output lengths without a prediction, for ``short-first``
 
 
 #: By name; ``common.config.scheduling.POLICIES`` lists the same names.
@@ -36,7 +34,7 @@ _POLICIES: Mapping[str, Callable[[PolicySettings], Policy]] = {
     "dfs-weight": lambda settings: DepthFirstByWeight(),
     "lof": lambda settings: LongestOutputFirst(),
     "random": lambda settings: Shuffled(settings.options.schedule_seed),
-    "short-first": lambda settings: ShortestFirst(settings.constants),
+    "short-first": lambda settings: ShortestFirst(),
     "hrrn": lambda settings: HighestResponseRatioNext(),
     "edf": lambda settings: EarliestDeadlineFirst(),
     "fair": lambda settings: Fair(settings.options.tenant_weights),
@@ -52,7 +50,6 @@ def make_ordering(
     *,
     own_policy: Policy | None = None,
     sharing: InBatchPrefixLimits | None = None,
-    constants: RatioConstants | None = None,
 ) -> RequestOrdering:
     """The ordering that the options ask for.
 
@@ -61,7 +58,7 @@ def make_ordering(
         own_policy: a user's policy, loaded by ``plugins.load_policy``; it replaces ``--schedule-policy``.
     """
     name = options.schedule_policy
-    policy = own_policy or make_policy(name, cache, options=options, sharing=sharing, constants=constants)
+    policy = own_policy or make_policy(name, cache, options=options, sharing=sharing)
     return RequestOrdering(policy, options.priority_rules)
 
 
@@ -71,11 +68,8 @@ def make_policy(
     *,
     options: SchedulingOptions | None = None,
     sharing: InBatchPrefixLimits | None = None,
-    constants: RatioConstants | None = None,
 ) -> Policy:
     """The policy of this name for a node with this cache; arguments as for ``make_ordering``."""
     page_size = cache.page_size if cache is not None and cache.is_enabled else 0
-    settings = PolicySettings(
-        options or SchedulingOptions(), page_size, sharing or InBatchPrefixLimits(), constants or RatioConstants()
-    )
+    settings = PolicySettings(options or SchedulingOptions(), page_size, sharing or InBatchPrefixLimits())
     return _POLICIES["fcfs" if name in NEED_CACHE and not page_size else name](settings)

@@ -18,7 +18,6 @@ from common.engine.pending_step import PendingStep
 from common.node.engine_thread import EngineThread
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
 from common.step_plan import StepPlan, StepResult
@@ -131,7 +130,6 @@ def _scheduler(executor: TorchExecutor, batch: int, context: int, num_steps: int
         allocator,
         limits=DecodeLimits(max_running=batch),
         ordering=RequestOrdering(make_policy("fcfs", cache)),
-        ratio=NewTokenRatio(RatioConstants()),
         eos_token_ids=(),
         is_connected=lambda source: False,
     )

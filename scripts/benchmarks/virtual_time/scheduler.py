@@ -20,7 +20,6 @@ from common.cache.tree_node import TOKEN_BYTES, pack
 from common.node.loading.memory_plan import MAX_QUEUED
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.policies.factory import make_ordering
 from common.step_plan import StepResult
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
@@ -106,7 +105,6 @@ def bench_step(num_steps: int, name: str = "fcfs", *, num_waiting: int = 0) -> F
     allocator = PageAllocator(
         NUM_ROWS * ((1_016 + max_new) // PAGE_SIZE + 1)
     )  # 256 rows fit to their ends, and no more
-    ratio = NewTokenRatio(RatioConstants())
     limits = DecodeLimits(max_running=NUM_ROWS)
     cache = RadixCache(allocator, PAGE_SIZE)
     sampling = SamplingParams(max_new_tokens=max_new, ignore_eos=True)
@@ -115,7 +113,6 @@ def bench_step(num_steps: int, name: str = "fcfs", *, num_waiting: int = 0) -> F
         allocator,
         limits=limits,
         ordering=make_ordering(ROWS[name], cache),
-        ratio=ratio,
         eos_token_ids=(2,),
         is_connected=lambda source: False,
     )

@@ -310,7 +310,6 @@ KNOWN_DEFAULTS = {
     "disable_radix_cache": False,
     "stream_interval": 1,
     "truncation_align_size": None,
-    "num_reserved_decode_tokens": None,  # predicted
     "is_retracted_by_priority": False,  # --retraction-policy shortest-output
     "radix_eviction_policy": "lru",
 }

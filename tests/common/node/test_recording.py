@@ -35,7 +35,6 @@ from common.node.recording.start import start_recording
 from common.node.worker_context import WorkerContext, make_cache
 from common.sampling_params import SamplingParams
 from common.scheduling.in_batch_prefix_caching import prefix_limits_from_environ
-from common.scheduling.new_token_ratio import ratio_constants_from_environ
 from common.step_plan import PageDelta, Row, StepPlan
 from common.wire.messages import Abort, Generate, LayoutMessage, Peer
 from decode_node.factory import build as build_decode
@@ -80,7 +79,6 @@ def test_a_recording_holds_every_variable_that_a_role_reads() -> None:
             return default
 
     environ = Environ()
-    ratio_constants_from_environ(environ)
     prefix_limits_from_environ(environ)
     assert environ.asked == set(SCHEDULING_VARIABLES)
 
@@ -235,7 +233,7 @@ def test_only_unusual_results_of_a_transport_are_recorded(tmp_path: Path) -> Non
 
 def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) -> None:
     """The order of plans and commits is part of the recording; requests come, are retracted and leave in between."""
-    config = NodeConfig(role="decode", page_size=4, record=str(tmp_path / "f"))
+    config = NodeConfig(role="decode", page_size=4, record=str(tmp_path / "f"), num_reserved_decode_tokens=0)
     capacity = Capacity(num_slots=4, num_pages=14, max_queued=99, chunk_tokens=8)
     executor = FakeExecutor(capacity.num_pages, config.page_size, capacity.num_slots)
     allocator = PageAllocator(capacity.num_pages)
@@ -251,7 +249,6 @@ def test_a_run_with_two_outstanding_plans_replays_identically(tmp_path: Path) ->
         incarnation="i" * 16,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(),
-        environ={"BATON_INIT_NEW_TOKEN_RATIO": "0"},  # admits more than there is room for
     )
     reader = NegotiatingReader([InProcessReader(Wire(), executor.pool)])
     ends = SimpleNamespace(reader=reader)
@@ -331,9 +328,8 @@ async def _load(service: Service) -> dict[str, dict[str, float]]:
 @pytest.mark.slow
 def test_a_live_run_with_aborts_and_retractions_replays_identically(tmp_path: Path) -> None:
     only = {name: {"record": tmp_path / name} for name in ("prefill-0", "decode-0")}
-    only["decode-0"] |= {"max_total_tokens": 640, "page_size": 16}
-    hopeful = {"BATON_INIT_NEW_TOKEN_RATIO": "0.1"}  # admits more than there is room for
-    with running(tmp_path / "logs", only=only, variables=hopeful) as service:
+    only["decode-0"] |= {"max_total_tokens": 640, "page_size": 16, "num_reserved_decode_tokens": 0}
+    with running(tmp_path / "logs", only=only) as service:
         counters = asyncio.run(_load(service))
         for name in ("prefill-0", "decode-0"):
             service.stop(name)

@@ -43,7 +43,9 @@ def test_outputs_are_reserved_only_on_the_node_that_decodes_them() -> None:
 
 def test_reserved_output_is_clipped_and_excludes_generated_tokens() -> None:
     pool = Pool(10)
-    assert pool.adder(total=20, reserve_output=True, clip=11).add_one_req(request(8, max_new=500)) is CONTINUE
+    assert (
+        pool.adder(total=20, reserve_output=True, reserved_tokens=11).add_one_req(request(8, max_new=500)) is CONTINUE
+    )
     resumed = request(4, max_new=15)
     resumed.output = [1, 2, 3, 4]  # 8 tokens to extend, 11 to come
     assert pool.adder(total=20, reserve_output=True).add_one_req(resumed) is CONTINUE

@@ -23,8 +23,8 @@ from common.errors import ErrorCode
 from common.sampling_params import SamplingParams, TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment
 from common.scheduling.grammar_queue import CompileGrammar
-from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.ordering import RequestOrdering
+from common.scheduling.output_reserve import RESERVED_TOKENS
 from common.scheduling.policies.factory import make_policy
 from common.scheduling.prefill_adder import PrefillLimits
 from common.stage_spans import StageSpan
@@ -146,7 +146,7 @@ class LocalCluster:
         rules: PriorityRules | None = None,
         stream_interval: int = 1,
         resume_tokens: int | None = None,
-        initial_ratio: float = 0.7,
+        reserved_tokens: int = RESERVED_TOKENS,
         decode_page_size: int | None = None,
         limits: Mapping[str, Any] | None = None,
         options: SchedulingOptions | None = None,
@@ -177,7 +177,7 @@ class LocalCluster:
         self._policy = policy
         self._rules = rules
         self._resume_tokens = resume_tokens
-        self._initial_ratio = initial_ratio
+        self._reserved_tokens = reserved_tokens
         self._limits = limits or {}
         self._window = window if window_pages is None else None
         self._groups = None if window is None or window_pages is None else both_groups(window)
@@ -294,12 +294,12 @@ class LocalCluster:
                     self._max_queued,
                     chunk_tokens=self._chunk,
                     resume_tokens=self._resume_tokens,
+                    reserved_tokens=self._reserved_tokens,
                     is_retracted_by_priority=self._rules is not None,
                     kv_window=kv_window,
                 )
             ),
             ordering=self._order(cache),
-            ratio=NewTokenRatio(RatioConstants(initial=self._initial_ratio)),
             eos_token_ids=eos,
             is_connected=receiver.is_connected,
         )

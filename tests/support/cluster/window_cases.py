@@ -24,7 +24,7 @@ def make_cases(folder: Path, architecture: str) -> tuple[Path, list[Case]]:
 
 def make_cluster(folder: Path, **options: Any) -> LocalCluster:
     return LocalCluster(
-        folder, **{"num_decode": 2, "page_size": PAGE_SIZE, "chunk_tokens": 16, "latency": 2, "initial_ratio": 0,
+        folder, **{"num_decode": 2, "page_size": PAGE_SIZE, "chunk_tokens": 16, "latency": 2, "reserved_tokens": 0,
                    "window": WINDOW, **options}
     )  # fmt: skip
 

@@ -7,7 +7,6 @@ from common.cache.radix_cache import RadixCache
 from common.config.scheduling import PriorityRules
 from common.request import Request
 from common.sampling_params import SamplingParams
-from common.scheduling.new_token_ratio import NewTokenRatio, RatioConstants
 from common.scheduling.ordering import RequestOrdering
 from common.scheduling.policies.factory import make_policy
 from common.scheduling.prefill_adder import PrefillLimits
@@ -89,7 +88,7 @@ class DecodeNode:
         slots: int = 8,
         rules: PriorityRules = ON,
         policy: str = "fcfs",
-        ratio: NewTokenRatio | None = None,
+        reserved_tokens: int = 0,
         chunk: int = 8,
         **limits: Any,
     ) -> None:
@@ -104,9 +103,14 @@ class DecodeNode:
         self.scheduler = DecodeScheduler(
             self.cache,
             self.allocator,
-            limits=DecodeLimits(slots, chunk_tokens=chunk, is_retracted_by_priority=rules.is_enabled, **limits),
+            limits=DecodeLimits(
+                slots,
+                chunk_tokens=chunk,
+                is_retracted_by_priority=rules.is_enabled,
+                reserved_tokens=reserved_tokens,
+                **limits,
+            ),
             ordering=RequestOrdering(make_policy(policy, self.cache), rules),
-            ratio=ratio or NewTokenRatio(RatioConstants(initial=0.0)),
             eos_token_ids=(),
             is_connected=self.connected.__contains__,
         )
