@@ -480,12 +480,13 @@ class Dispatcher:
             pool.queue.remove(flight.queued)
         if flight.recovery is not None:
             self._further.drop(stream.request.rid)
-        is_served = stream.sent_at and (stream.error is None or stream.error.code is ErrorCode.DEADLINE_EXCEEDED)
+        is_at_end = stream.error is None or stream.error.code is ErrorCode.DEADLINE_EXCEEDED
+        served_s = stream.ended_at - stream.sent_at if is_at_end and flight.pair is not None else None
         is_typical = not flight.was_paused and flight.recovery is None  # else it has waited for its client or nodes
-        served_s = stream.ended_at - stream.sent_at if is_served and is_typical else None
         if flight.is_paused:
             pool.admission.set_paused(is_paused=False)
-        pool.admission.release(stream.ended_at, served_s=served_s, num_tokens=len(stream.ids))
+        num_tokens = len(stream.ids)
+        pool.admission.release(stream.ended_at, served_s=served_s, num_tokens=num_tokens, is_typical=is_typical)
         if stream.error is None or stream.error.code is not ErrorCode.QUEUE_FULL:  # as those refused on arrival
             pool.load_meter.ended(stream)
         if not pool.queue.is_idle:

@@ -59,7 +59,7 @@ class Admission:
         self.refuses_hopeless = refuses_hopeless
         self._served: deque[tuple[float, int]] = deque(maxlen=NUM_SAMPLES)  # seconds from being sent to the end; tokens
         self._served_at = 0.0  # the last end of those
-        self._changed_at = 0.0  # when the last request ended, or the first came
+        self._changed_at = 0.0  # when the last request was served, or the first came
         self._promised: list[tuple[float, int]] = []  # a heap: when how many were told to come back
         self._num_promised = 0
         self._full_at = 0  # requests in flight at the last refusal
@@ -104,19 +104,23 @@ class Admission:
             self.num_in_flight += count
         return excess
 
-    def release(self, now: float, *, served_s: float | None, num_tokens: int = 1) -> None:
+    def release(self, now: float, *, served_s: float | None, num_tokens: int = 1, is_typical: bool = True) -> None:
         """One request has ended.
 
         Args:
-            served_s: seconds from being sent to its end; None if it was not served to its end, was paused, or needed
-                further attempts.
+            served_s: seconds from being sent to its end; None if it was not served to its end.
             num_tokens: of its output.
+            is_typical: false if it was paused or needed further attempts. It shows that requests end, but not in which
+                time.
         """
         assert self.num_in_flight > 0
         self.num_in_flight -= 1
-        if served_s is not None:
+        if served_s is None:
+            return
+        self._changed_at = now
+        if is_typical:
             self._served.append((served_s, max(num_tokens, 1)))
-            self._served_at = self._changed_at = now
+            self._served_at = now
 
     def pace(self, now: float, *, waiting: Sized) -> Pace | None:
         """How fast requests are served now; None if too few have ended lately to tell.

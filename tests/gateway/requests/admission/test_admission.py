@@ -62,6 +62,13 @@ def test_retry_after_grows_while_nothing_ends():
     assert refused(admission, 1, now=28.0, waiting=range(8)).retry_after_s == 10.0  # nothing for 20 s, with two at once
 
 
+def test_a_request_that_was_paused_or_recovered_shows_only_that_requests_end():
+    admission = full_admission()
+    admission.release(28.0, served_s=20.0, is_typical=False)
+    admission.admit(1, max_running=2, now=28.0)
+    assert refused(admission, 1, now=28.0, waiting=range(8)).retry_after_s == 2.0  # two at once, for 4 s each
+
+
 def test_an_evicted_or_aborted_request_tells_nothing():
     admission = full_admission()
     admission.release(8.0, served_s=None)

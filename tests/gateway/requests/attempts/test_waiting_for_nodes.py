@@ -165,3 +165,21 @@ def test_a_time_without_nodes_says_nothing_about_how_long_nodes_take() -> None:
         cluster.finish(stream.request.rid)
         assert stream.ids == output_of(stream)
     cluster.check_idle()
+
+
+def test_the_ends_of_recovered_requests_show_that_nodes_work_again() -> None:
+    cluster = PlayedCluster(prefills=1, decodes=0, max_dispatch_ahead=0, recovery_timeout=60.0)
+    lost = cluster.start("decode", "decode-0", max_running=16)
+    early, recovered = [f"early{i}" for i in range(16)], [f"r{i}" for i in range(16)]
+    cluster.come(*early)
+    cluster.wait(1.0)
+    for rid in early:
+        cluster.finish(rid)
+    cluster.come(*recovered)
+    cluster.lose(lost)
+    cluster.wait(20.0)
+    cluster.start("decode", "decode-1", max_running=16)
+    for rid in recovered:
+        cluster.finish(rid)
+    cluster.come(*[f"busy{i}" for i in range(16)], *[f"waits{i}" for i in range(16)])
+    assert not cluster.come("in time", timeout_s=10.0).is_ended  # 16 wait ahead of it, and 16 run at once for 1 s each
