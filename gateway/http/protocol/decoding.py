@@ -108,8 +108,8 @@ class _Cleaner:
     def cleaned(self, value: Any, kind: inspect.Type, path: str) -> Any:
         """A plain value without the fields that the structs within ``kind`` do not declare.
 
-        A number such as 256.0 is an integer where only integers are expected: JSON does not tell them apart, and
-        clients in languages without integers write them so.
+        A number such as 256.0 outside lists is an integer where only integers are expected: JSON does not tell them
+        apart, and clients in languages without integers write them so.
         """
         if isinstance(value, float):
             kinds = [type(option) for option in _options(kind)]
