@@ -389,7 +389,10 @@ async def test_a_users_function_decides_priorities_last(folder, tmp_path, monkey
 
 
 async def test_failures_of_a_users_function_are_counted(folder, tmp_path, monkeypatch):
-    (tmp_path / "failing_rules.py").write_text("def urgency(facts): return {1: 5, 2: 0.5}[facts.num_prompt_tokens]\n")
+    (tmp_path / "failing_rules.py").write_text(
+        "def urgency(facts):\n"
+        "    return None if facts.waited_s else {1: 5, 2: 0.5}[facts.num_prompt_tokens]\n"  # asked again after 1 s
+    )
     monkeypatch.syspath_prepend(tmp_path)
     series = "\nbaton_priority_function_failures_total {}.0\n"
     async with serving(folder, enable_priority_scheduling=True, priority_function="failing_rules:urgency") as stack:
