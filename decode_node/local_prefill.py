@@ -131,5 +131,4 @@ class LocalPrefill:
             reserve_output=True,
             reserved_tokens=self._limits.reserved_tokens,
             is_alone=not holders,
-            running=holders,
         )

@@ -17,15 +17,12 @@ from common.request import Request, RequestKey
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixes
 from common.scheduling.long_prompts import LongPrompts
 from common.scheduling.ordering import RequestOrdering
-from common.scheduling.output_reserve import RESERVED_TOKENS, reserved_room, reserved_tokens
+from common.scheduling.output_reserve import RESERVED_TOKENS, reserved_tokens
 from common.scheduling.prefill_adder import PrefillLimits
 from common.scheduling.skip_ahead import PASSING, SkipAhead
 from decode_node.page_reservation import PageReservations, Reservation
 from decode_node.request_state import Event, State
 from decode_node.request_table import RequestTable
-
-#: The most output tokens that count of a request whose length is known and that is computed here.
-MOST_KNOWN_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,14 +316,7 @@ class PreallocQueue:
         num_tokens = kv_window.num_pages(request.num_tokens) * page_size - self._num_outside(request)
         if not self.is_computed_here(request):
             num_tokens -= self._reservations.num_pending(request) * page_size
-        return num_tokens + self._output_here(request) + 1
-
-    def _output_here(self, request: Request) -> int:
-        """Output tokens for which ``_need_here`` counts room."""
-        most = self._limits.reserved_tokens
-        if request.sampling.ignore_eos:
-            most = max(most, MOST_KNOWN_TOKENS)  # the adder wants a proof that all of it fits
-        return reserved_room(request, most, self._reservations.kv_window)
+        return num_tokens + self.reserved([request]) + 1
 
     def _num_outside(self, request: Request) -> int:
         """Tokens for which the request needs no pages at its admission, in whole pages."""
@@ -338,13 +328,11 @@ class PreallocQueue:
             num_pages = kv_window.num_pages(request.num_tokens) - kv_window.pages_to_compute(request.num_tokens)
         return num_pages * self._reservations.page_size
 
-    def lacks_pages(self, request: Request, without: Sequence[Request] = (), *, to_their_ends: bool = False) -> bool:
+    def lacks_pages(self, request: Request, without: Sequence[Request] = ()) -> bool:
         """Whether the request would be refused now for lack of pages.
 
         Args:
             without: requests whose pages count as free.
-            to_their_ends: count outputs of known length in full; False then means that the pages certainly suffice.
-                Otherwise expected lengths count.
         """
         gone = {request.key, *(other.key for other in without)}
         others = [other for other in self._table.holders() if other.key not in gone]
@@ -352,21 +340,9 @@ class PreallocQueue:
             num_tokens = request.num_decodable - self._num_outside(request) + 1
         elif self.is_computed_here(request):
             num_tokens = self._need_here(request) + self.reserved(others)
-            if to_their_ends and request.sampling.ignore_eos:
-                num_tokens += self._room_to_prove(request, others)
         else:
             num_tokens = request.num_decodable - self._num_outside(request) + self.reserved([*others, request])
         return self._reservations.lacks(request, num_tokens, without, is_here=self.is_computed_here(request))
-
-    def _room_to_prove(self, request: Request, others: Sequence[Request]) -> int:
-        """Tokens beyond those of ``_need_here`` and ``expected`` with which the proof of ``ignore_eos_admission``
-        surely succeeds: every output of known length at its end, and each request in whole pages.
-        """
-        kv_window = self._reservations.kv_window
-        known = [other for other in others if other.sampling.ignore_eos]
-        num_left = sum(max(0, min(one.num_left, kv_window.room_left(one))) for one in [*known, request])
-        num_counted = self.reserved(known) + self._output_here(request)
-        return num_left - num_counted + (self._reservations.page_size - 1) * (len(others) + 1)
 
     def waits_for_prefix(self, request: Request) -> bool:
         """Whether the request's prefix is being received for another request."""

@@ -57,9 +57,9 @@ class Preemptor:
         if not held or not (in_order := self._queue.sort(now)):
             return
         first = in_order[0]
-        if self._waits_for_another(first, now) or self._queue.lacks_pages(first, held, to_their_ends=True):
+        if self._waits_for_another(first, now) or self._queue.lacks_pages(first, held):
             return
-        while held and self._queue.lacks_pages(first, to_their_ends=True):
+        while held and self._queue.lacks_pages(first):
             self.retract(held.pop(0), now, "its client is slow to read, and {} needs its pages", first.rid)
 
     def preempt_for_first(self, now: float) -> bool:

@@ -26,7 +26,6 @@ from common.cache.tree_node import Match
 from common.request import Request, RequestKey
 from common.sampling_params import TokenLogprobs
 from common.scheduling.chunked_prefill import ChunkAlignment, prefill_work, tokens_within
-from common.scheduling.ignore_eos_admission import Growth, fits, is_extending, num_private_pages
 from common.scheduling.in_batch_prefix_caching import InBatchPrefixLimits
 from common.scheduling.output_reserve import RESERVED_TOKENS, reserved_room
 from common.scheduling.skip_ahead import MAX_SKIP_AHEAD
@@ -180,12 +179,10 @@ class PrefillAdder:
     """One batch that is being built; each step has a new one.
 
     Args:
-        total_tokens: free and evictable memory minus what admitted requests are still expected to need.
+        total_tokens: free and evictable memory minus the room kept for outputs of admitted requests.
         reserve_output: keep room for the outputs of admitted requests; true on the node that decodes them.
-        reserved_tokens: of each of them.
-        is_alone: no other request is expected to need memory, so the first request is admitted if its prompt fits.
-        running: requests that decode on this node, for the proof of ``ignore_eos_admission``. ``total_tokens``
-            already accounts for their expected needs.
+        reserved_tokens: the most tokens of room for the further output of one request.
+        is_alone: no other request holds pages, so the first request is admitted if its prompt fits.
     """
 
     def __init__(
@@ -198,7 +195,6 @@ class PrefillAdder:
         reserve_output: bool,
         reserved_tokens: int = RESERVED_TOKENS,
         is_alone: bool = False,
-        running: Sequence[Request] = (),
     ) -> None:
         self.chunks: list[Chunk] = []
         self.total_left = total_tokens
@@ -214,7 +210,6 @@ class PrefillAdder:
         self._reserve_output = reserve_output
         self._reserved_tokens = reserved_tokens
         self._is_alone = is_alone
-        self._running = running
         self._kv_window = limits.kv_window or KVWindow(cache.page_size)
 
     @property
@@ -255,7 +250,7 @@ class PrefillAdder:
         assert not request.pages, "this request is admitted already"
         if self._is_full() or most == 0:
             return AddResult.OTHER
-        if self.total_left <= 0 and not self._proves(request):
+        if self.total_left <= 0:
             return AddResult.NO_TOKEN
         kv_window, num_tokens = self._kv_window, request.num_tokens
         if kv_window.is_cached(num_tokens):
@@ -359,8 +354,6 @@ class PrefillAdder:
         """Test the total budget; the prefix must be locked. ``num_tokens`` is the size of the new pages."""
         if self._is_alone and not self.chunks:
             return True  # waiting longer gains nothing
-        if self._proves(request):
-            return self._never_runs_out(request, match, num_tokens // self.page_size)
         # A request may ask for more output than the pool holds. It is admitted once it has the pool for itself, because
         # waiting longer gains nothing.
         num_usable = (
@@ -368,48 +361,6 @@ class PrefillAdder:
         )
         need = min(num_tokens + self._reserve(request), max(num_usable - 1, num_tokens))
         return need < self.total_left
-
-    def _proves(self, request: Request) -> bool:
-        """Whether the output length is known, so that admission can be proved instead of estimated."""
-        return self._reserve_output and request.sampling.ignore_eos
-
-    def _never_runs_out(self, request: Request, match: Match, count: int) -> bool:
-        """Whether all running requests and this one can grow to their ends in the available memory."""
-        running = {id(other) for other in self._running}
-        admitted = [chunk for chunk in self.chunks if id(chunk.request) not in running]
-        others = [*self._running, *(chunk.request for chunk in admitted)]
-        if not others:
-            return True  # the only request gains nothing by waiting
-        num_available = self._allocator.num_for_steps + self.cache.num_evictable_pages - count
-        num_held = self._kv_window.num_pages(request.num_tokens)
-        # A proof takes time that grows with the square of the number of requests. Often the answer is clear without it.
-        if num_available < 0:
-            return False
-        num_whole = sum([self._num_at_end(other) - len(other.pages) for other in others])
-        if num_whole + self._num_at_end(request) - num_held <= num_available:
-            return True
-        growths = [self._growth(other, is_late=is_extending(other)) for other in self._running]
-        growths += [self._growth(chunk.request, is_late=not chunk.is_last) for chunk in admitted]
-        num_private, max_pages = count + num_private_pages(match.node), self._kv_window.max_pages(request)
-        # Chunking may make it end later than its token count says, so it counts as late.
-        mine = Growth(
-            request.num_tokens, num_held, self._expected(request), num_private, is_late=True, max_pages=max_pages
-        )
-        return fits([*growths, mine], num_available, self.page_size)
-
-    def _num_at_end(self, request: Request) -> int:
-        """Pages of all tokens that a request can have."""
-        return self._kv_window.num_pages(len(request.prompt) + request.sampling.max_new_tokens)
-
-    def _growth(self, request: Request, *, is_late: bool) -> Growth:
-        max_pages = self._kv_window.max_pages(request)
-        return Growth.of(request, self._expected(request), is_late=is_late, max_pages=max_pages)
-
-    def _expected(self, request: Request) -> int:
-        """Output tokens that a request will produce (``ignore_eos``) or is expected to produce."""
-        if request.sampling.ignore_eos:
-            return request.num_left
-        return min(request.num_left, self._reserved_tokens)
 
     def _reserve(self, request: Request) -> int:
         if not self._reserve_output:

@@ -95,19 +95,14 @@ def test_local_prompts_that_are_not_urgent_enough_are_not_compared_with_each_row
     assert {waiting for waiting, _ in compared} == {"urgent"}
 
 
-def test_outputs_of_known_length_take_the_pages_of_no_more_requests_than_they_need() -> None:
-    """With room for no further output, so that all of the first one's known output is beyond what is expected."""
-    node = Node(num_pages=40, chunk=64, is_mixed=True, reserved_tokens=0)
-    weak = node.submit("weak", 100, new=60, ignore_eos=True)
-    node.submit("peer", 10, 9, new=60, ignore_eos=True)
-    node.grant()
-    node.receive("weak", "peer")
-    node.step()
-    node.submit("first", 10, 9, new=40, is_local=True, ignore_eos=True)
+def test_an_urgent_prompt_of_known_length_takes_no_pages_for_its_whole_output() -> None:
+    """It takes 3 pages at once; with those of the whole outputs, more than the pool has."""
+    node = Node(num_pages=40, chunk=64, is_mixed=True)
+    node.run_in("weak", 100, new=60, ignore_eos=True)
+    node.submit("first", 10, 9, new=60, is_local=True, ignore_eos=True)
     node.step()
     assert node.state("first") in (State.EXTENDING, State.RUNNING)
-    assert node.state("weak") is State.RETRACTED
-    assert weak.num_preempted == 1
+    assert node.state("weak") is State.RUNNING
 
 
 def test_the_cooldown_protects_pages_that_a_preempted_request_has_again_before_it_has_a_slot() -> None:

@@ -117,12 +117,11 @@ def test_a_local_prompt_in_a_ring_waits_for_no_prefix() -> None:
     assert within.num_computed == 0 < ring.num_computed
 
 
-def test_the_proof_for_ignored_eos_knows_that_rings_stop_growing() -> None:
+def test_no_room_is_kept_beyond_a_ring() -> None:
     def admitted(kv_window: KVWindow | None) -> list[str]:
-        node = DecodeNode(num_pages=40, kv_window=kv_window)
+        node = DecodeNode(num_pages=40, kv_window=kv_window, reserved_tokens=150)
         for number in range(3):
-            request = node.submit(f"r{number}", 9, new=150, is_local=True)
-            request.sampling = request.sampling._replace(ignore_eos=True)
+            node.submit(f"r{number}", 9, new=150, is_local=True)
         for _ in range(6):
             node.step()
         return [request.rid for request in running(node)]

@@ -129,18 +129,16 @@ def test_a_local_prompt_takes_the_page_of_a_held_one_that_it_must_compute_again(
 
 
 @pytest.mark.parametrize("num_pages", range(7, 12))
-@pytest.mark.parametrize("has_known_lengths", [False, True])
-def test_a_local_prompt_takes_the_pages_that_its_admission_needs(num_pages: int, has_known_lengths: bool) -> None:
-    """Outputs of known length are admitted by a proof, which keeps room for all of them to their ends."""
+def test_a_local_prompt_takes_the_pages_that_its_admission_needs(num_pages: int) -> None:
     node = Node(num_pages=num_pages, chunk=64, rules=OFF)
     for rid in ("held 0", "held 1", "held 2"):
-        node.submit(rid, 4, new=6, is_local=True, ignore_eos=has_known_lengths)
+        node.submit(rid, 4, new=6, is_local=True)
         node.step()
     node.step()
     node.step()
     hold(node, "held 0", "held 1", "held 2")
     node.step()
-    node.submit("quick", 3, new=2, is_local=True, ignore_eos=has_known_lengths)
+    node.submit("quick", 3, new=2, is_local=True)
     node.run_until_idle()
     assert node.done == ["quick"]
 

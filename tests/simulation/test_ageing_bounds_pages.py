@@ -34,6 +34,7 @@ from support.simulation.priority_ageing import (
 from support.simulation.simulated_service import NodeLimits, SimulatedService
 
 from common.config.scheduling import POLICIES
+from common.scheduling.output_reserve import RESERVED_TOKENS
 from scripts.simulator.costs import Costs
 
 NUM_PAGES = 24
@@ -78,7 +79,7 @@ def pages_bound_s(
 
 def in_pages(
     requests: Sequence[SentRequest], rate: float, *, threshold: int, skip_ahead: int, num_pages: int = NUM_PAGES,
-    reserved: int | None = None, lookahead: int = 1_000, policy: str = "fcfs",
+    reserved: int = RESERVED_TOKENS, lookahead: int = 1_000, policy: str = "fcfs",
 ) -> SimulatedService:  # fmt: skip
     """Run outputs with enough rows and few pages."""
     return run_requests(
@@ -116,13 +117,13 @@ def retractions(service: SimulatedService) -> Counter[str]:
     rate=RATES,
     skip_ahead=st.sampled_from([0, 2, 8]),
     threshold=st.sampled_from([0, 2, 5, 10]),
-    reserved=st.sampled_from([None, 1]),
+    reserved=st.sampled_from([RESERVED_TOKENS, 1]),
     lookahead=st.sampled_from([0, 4, 1_000]),
     policy=st.sampled_from(POLICIES),
 )
 def test_ageing_bounds_the_end_of_every_output_where_pages_are_short_under_every_policy(
     kinds: list[Kind], load: float, head: int, burst_s: float, rate: float, skip_ahead: int, threshold: int,
-    reserved: int | None, lookahead: int, policy: str,
+    reserved: int, lookahead: int, policy: str,
 ) -> None:  # fmt: skip
     """Covers runs with and without preemption, and a reserve so small that the batch outgrows the pool."""
     sizes = [kinds[number % len(kinds)] for number in range(60)]

@@ -52,6 +52,10 @@ def test_reserved_output_is_clipped_and_excludes_generated_tokens() -> None:
     assert resumed.num_cached == 0
 
 
+def test_a_lone_request_is_admitted_whatever_its_output() -> None:
+    assert Pool(4).adder(reserve_output=True, is_alone=True).add_one_req(request(8, 1000)) is CONTINUE
+
+
 def test_a_request_with_more_output_than_the_pool_holds_runs_alone() -> None:
     pool = Pool(10)
     assert pool.adder(total=39, reserve_output=True).add_one_req(request(8, max_new=500)) is NO_TOKEN
