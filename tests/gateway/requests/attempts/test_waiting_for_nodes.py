@@ -178,8 +178,8 @@ def test_the_ends_of_recovered_requests_show_that_nodes_work_again() -> None:
     cluster.come(*recovered)
     cluster.lose(lost)
     cluster.wait(20.0)
+    cluster.come(*[f"busy{i}" for i in range(16)], *[f"waits{i}" for i in range(16)])
     cluster.start("decode", "decode-1", max_running=16)
     for rid in recovered:
         cluster.finish(rid)
-    cluster.come(*[f"busy{i}" for i in range(16)], *[f"waits{i}" for i in range(16)])
     assert not cluster.come("in time", timeout_s=10.0).is_ended  # 16 wait ahead of it, and 16 run at once for 1 s each
